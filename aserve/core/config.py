@@ -1,0 +1,87 @@
+"""The whole configuration as one tree of frozen structs; modules take the struct they need."""
+
+from typing import Literal
+
+import msgspec
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the configuration."""
+
+
+class Model(Struct):
+    """Which weights. `path` is `smollm2`, a folder, a `.gguf` file or a hub name."""
+
+    path: str = "smollm2"
+    name: str | None = None  # as clients call it; default: derived from path
+    dtype: Literal["auto", "bf16", "float32"] = "auto"
+    context_len: int | None = None
+    chat_template: str | None = None  # a file with a Jinja template that replaces the model's own
+    tool_parser: Literal["auto", "hermes", "none"] = "auto"
+    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
+
+
+class Layout(Struct):
+    """How a model is split over ranks: world = pp * tp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    moe_dp: int = 1
+
+
+class Schedule(Struct):
+    step_tokens: int = 256  # rows computed in one step, prefill and decode together
+    running_max: int = 64  # sequences with KV at once
+    waiting_max: int = 512  # queued sequences beyond which a request gets 429
+    prefix_cache: bool = True
+
+
+class Cache(Struct):
+    """`kv_tokens` is the size of the KV pool; None takes a share of free memory, bounded."""
+
+    page_size: int = 16
+    kv_tokens: int | None = None
+    kv_mib_max: int = 2048
+
+
+class Compute(Struct):
+    threads: int | None = None  # None: every core this process may use
+    kernels: Literal["native", "reference"] = "native"
+
+
+class Limits(Struct):
+    n_max: int = 64
+    logprobs_max: int = 20
+    stop_max: int = 16
+    stop_len_max: int = 256
+    bad_words_max: int = 256
+    logit_bias_max: int = 1024
+    prompts_max: int = 256  # prompts in one completions call
+    grammar_bytes_max: int = 65536
+    grammar_depth_max: int = 64
+    grammar_compile_s: float = 5.0
+    body_bytes_max: int = 8 << 20
+
+
+class Server(Struct):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    drain_s: float = 20.0
+    write_s: float = 30.0  # a client that reads nothing for this long is cut off
+    request_s: float = 600.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = False
+
+
+class Config(Struct):
+    model: Model = Model()
+    layout: Layout = Layout()
+    schedule: Schedule = Schedule()
+    cache: Cache = Cache()
+    compute: Compute = Compute()
+    limits: Limits = Limits()
+    server: Server = Server()

@@ -1,0 +1,162 @@
+"""What planner and ranks say to each other: frozen structs of tuples, hashable and printable."""
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Struct(msgspec.Struct, frozen=True, array_like=True):
+    """A message part; fields go over the wire by position."""
+
+
+class Grammar(Struct):
+    """A constraint on the text: `kind` is json_schema, json_object, regex, choice or grammar."""
+
+    kind: str
+    text: str
+
+
+class Sampling(Struct):
+    """How one sequence is sampled, in tokens only; a rank needs nothing else to draw.
+
+    Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL
+    (repetition: over prompt and generated tokens). `logprobs` and `prompt_logprobs` count the
+    alternatives wanted beside the chosen token; -1 is none at all. `stop_ids` (EOS included unless
+    ignored) are masked until `min_tokens` tokens were generated.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    grammar: Grammar | None = None
+
+
+class Admit(Struct):
+    """A sequence starts (or, after a retraction, resumes) on the ranks.
+
+    `tokens` are all tokens known so far; the first `prompt_len` are the prompt. KV of
+    `tokens[:kv_len]` already lies in `pages` (a prefix-cache hit, whole pages only).
+    """
+
+    seq: int
+    tokens: tuple[int, ...]
+    prompt_len: int
+    kv_len: int
+    pages: tuple[int, ...]
+    sampling: Sampling
+
+
+class Rows(Struct):
+    """One sequence's rows in one step: `tokens` at positions `start + depth`.
+
+    `parents` index into these rows (-1: the sequence's last cached token); `()` means a chain.
+    `sample`: the last row (every row, if a tree) gets logits and a draw. `pages` are appended to
+    the sequence's page table before the step.
+    """
+
+    seq: int
+    start: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sample: bool
+    pages: tuple[int, ...]
+
+
+class Commit(Struct):
+    """What an earlier step turned out to be: rows `path` kept, then `tokens` appended.
+
+    For a chain without drafts `path` is every row of the step and `tokens` the one drawn token,
+    or `()` for a prefill chunk that drew none.
+    """
+
+    seq: int
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    done: bool
+
+
+class MoveKind(IntEnum):
+    COMPACT = 0
+    DEVICE_TO_HOST = 1
+    HOST_TO_DEVICE = 2
+
+
+class PageMove(Struct):
+    seq: int
+    pages_from: tuple[int, ...]
+    pages_to: tuple[int, ...]
+    kind: MoveKind
+
+
+class PageSend(Struct):
+    """Final pages of a room that may leave a prefill instance."""
+
+    room: int
+    pages: tuple[int, ...]
+    last: bool
+
+
+class Batch(Struct):
+    """The rows of one attention-DP group; may be empty, is never absent."""
+
+    rows: tuple[Rows, ...]
+
+
+class StepPlan(Struct):
+    """One step, decided once. A rank applies it in this order: commits, drops, moves, admits, rows."""
+
+    step: int
+    microbatch: int
+    commits: tuple[Commit, ...]
+    drops: tuple[int, ...]
+    moves: tuple[PageMove, ...]
+    admits: tuple[Admit, ...]
+    batches: tuple[Batch, ...]
+    sends: tuple[PageSend, ...]
+
+
+class TokenLogprob(Struct):
+    """log p of the token that stands here, and the best alternatives (id, log p), best first.
+
+    Natural log of the softmax over the raw logits, before penalties, temperature and filters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Result(Struct):
+    """What one sequence's rows gave: accepted `path`, drawn `tokens`, one logprob a token if wanted.
+
+    `prompt_logprobs` are those of prompt tokens `start + 1 ...` that this chunk's rows predict.
+    `error` ends the request (its grammar cannot go on, its logits were NaN).
+    """
+
+    seq: int
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+class StepReport(Struct):
+    step: int
+    rank: int
+    digest: int
+    results: tuple[Result, ...]
+    done: tuple[int, ...]
+    found: tuple[tuple[int, int], ...]
+    micros: int
