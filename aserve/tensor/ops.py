@@ -1,0 +1,121 @@
+"""What a model asks of its device: the `Ops` Protocol, the data its calls share, and how to open one.
+
+Activations are float32 (the twin also takes float64). Weights and KV are bfloat16 or float32; a
+bfloat16 linear rounds its input rows to bfloat16, sums in float32 and returns float32.
+"""
+
+import dataclasses
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.errors import ConfigError
+from aserve.tensor.rope import RopeTable
+
+
+class Linear(Protocol):
+    """A packed weight [n, k] with its bias. Only the `Ops` that packed it can use it."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def row_blocks(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvLayer:
+    """One layer's pages: [pages, page_size, kv_heads, head_dim] each; a page is contiguous."""
+
+    k_PSHD: Tensor
+    v_PSHD: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attend:
+    """Who sees what in one step. All int32; rows in plan order, N sequences.
+
+    Sequence n owns rows `row_start_M[n]:row_start_M[n + 1]`; its row i stands at position
+    `kv_len_N[n] - n_rows + i` and sees every key up to itself, this step's included.
+    """
+
+    slots_T: Tensor  # page * page_size + offset that takes each row's KV
+    positions_T: Tensor
+    page_table_NP: Tensor  # page ids, padded with 0
+    row_start_M: Tensor  # N + 1 entries
+    kv_len_N: Tensor  # KV length with this step's rows
+
+
+class Ops(Protocol):
+    """Every operation a model is made of. Shapes by suffix: T rows, H heads, G KV heads, D dim."""
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None, row_blocks: int = 1) -> Linear:
+        """Lay out a weight for `linear`. With `row_blocks` b, K is summed in b equal blocks, each
+        from zero, added left to right: what a row-parallel split over b ranks would give."""
+        ...
+
+    def linear(self, x_TK: Tensor, weight: Linear) -> Tensor: ...
+
+    def embed(self, table_VH: Tensor, ids_T: Tensor) -> Tensor:
+        """Rows of the table, widened to float32. Ids are int64 or int32."""
+        ...
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019)."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor: ...
+
+    def add_rms_norm(
+        self, residual_TH: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(residual + x, its rms_norm)."""
+        ...
+
+    def rope(self, q_THD: Tensor, k_TGD: Tensor, positions_T: Tensor, cos_sin: RopeTable) -> None:
+        """Rotate the first `rot` dims of each head in place, pairs (i, i + rot / 2)."""
+        ...
+
+    def silu_mul(self, gate_up_TF2: Tensor) -> Tensor:
+        """silu(first half) * second half: [T, 2F] -> [T, F]."""
+        ...
+
+    def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None: ...
+
+    def kv_gather(self, kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, G, D] of k and v in the dtype of the cache."""
+        ...
+
+    def kv_move(self, kv: KvLayer, slots_from: Tensor, slots_to: Tensor) -> None:
+        """Every source is read before any destination is written. Destinations are distinct."""
+        ...
+
+    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
+        """Causal softmax(q k^T * scale) v over each sequence's pages: [T, H, D]."""
+        ...
+
+
+def open_ops(kernels: Literal["native", "reference"], threads: int) -> Ops:
+    """The implementation by name. `threads` counts the caller; the reference follows torch."""
+    if kernels == "reference":
+        from aserve.tensor.reference import ReferenceOps
+
+        return ReferenceOps()
+    if kernels != "native":
+        raise ConfigError(f"compute.kernels is {kernels!r}: use 'native' or 'reference'")
+    if threads < 1:
+        raise ConfigError(f"compute.threads is {threads}: at least 1")
+    try:
+        from aserve.tensor.native import NativeOps
+    except ImportError as error:
+        raise ConfigError(
+            f"the native kernels are not built ({error}): run `make setup`, or use "
+            "--compute.kernels reference"
+        ) from error
+    return NativeOps(threads)
