@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizer, detokenizer, stops, chat templates, tools, grammars."""
