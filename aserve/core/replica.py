@@ -1,0 +1,153 @@
+"""A rank's copy of the bookkeeping: a pure function of the plan log, asserting all it reads.
+
+The planner does not share this code: it folds its own state into its own digest, so that equal
+digests mean that two implementations agree.
+"""
+
+from array import array
+from collections.abc import Iterable
+from zlib import crc32
+
+from aserve.core.message import Admit, Commit, Rows, Sampling, StepPlan
+
+
+def fold(digest: int, numbers: Iterable[int]) -> int:
+    """The digest (u32) after more numbers (i64): CRC-32 of their little-endian bytes so far."""
+    return crc32(array("q", numbers), digest)
+
+
+def fold_admit(numbers: list[int], admit: Admit) -> None:
+    """What a starting sequence adds to the digest."""
+    numbers += (admit.seq, admit.kv_len, admit.prompt_len, len(admit.tokens), len(admit.pages))
+    numbers += admit.tokens
+    numbers += admit.pages
+
+
+class SequenceState:
+    """One sequence on a rank; lists grow at the end only, so indices into them stay good."""
+
+    __slots__ = ("kv_len", "pages", "prompt_len", "sampling", "seq", "tokens")
+
+    def __init__(self, admit: Admit) -> None:
+        self.seq = admit.seq
+        self.tokens = list(admit.tokens)
+        self.prompt_len = admit.prompt_len
+        self.kv_len = admit.kv_len
+        self.pages = list(admit.pages)
+        self.sampling: Sampling = admit.sampling
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+class RowsView:
+    """One `Rows` beside the state it works on; `group` is the batch it stands in."""
+
+    __slots__ = ("group", "page_size", "rows", "state")
+
+    def __init__(self, state: SequenceState, rows: Rows, group: int, page_size: int) -> None:
+        self.state = state
+        self.rows = rows
+        self.group = group
+        self.page_size = page_size
+
+    @property
+    def start(self) -> int:
+        return self.rows.start
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows.tokens)
+
+    @property
+    def kv_len(self) -> int:
+        """KV length including these rows."""
+        return self.rows.start + len(self.rows.tokens)
+
+    def slots(self) -> list[int]:
+        """Where each row's KV goes: page * page_size + offset."""
+        pages, size = self.state.pages, self.page_size
+        start = self.rows.start
+        if len(self.rows.tokens) == 1:
+            return [pages[start // size] * size + start % size]
+        return [
+            pages[at // size] * size + at % size
+            for at in range(start, start + len(self.rows.tokens))
+        ]
+
+    def positions(self) -> list[int]:
+        """Each row's position: start + depth in the tree of rows."""
+        start, parents = self.rows.start, self.rows.parents
+        if not parents:
+            return list(range(start, start + len(self.rows.tokens)))
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return [start + depth for depth in depths]
+
+
+class Replica:
+    """Every sequence that a rank holds; `digest` covers the whole log applied so far."""
+
+    def __init__(self, page_size: int) -> None:
+        assert page_size >= 1, page_size
+        self.page_size = page_size
+        self.sequences: dict[int, SequenceState] = {}
+        self.digest = 0
+        self.step = -1
+
+    def apply(self, plan: StepPlan) -> tuple[RowsView, ...]:
+        """Bring the state up to `plan`; the views of its rows, groups in order."""
+        assert plan.step == self.step + 1, (plan.step, self.step)
+        self.step = plan.step
+        numbers: list[int] = [plan.step, plan.microbatch]
+        for commit in plan.commits:
+            self._commit(commit)
+        for seq in plan.drops:
+            state = self.sequences.pop(seq)
+            numbers += (seq, state.kv_len, len(state.tokens))
+        assert not plan.moves, "pages move only with speculation and host tiers"
+        for admit in plan.admits:
+            self._admit(admit)
+            fold_admit(numbers, admit)
+        views = self._views(plan, numbers)
+        self.digest = fold(self.digest, numbers)
+        return views
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.seq not in self.sequences, admit.seq
+        assert 0 < admit.prompt_len <= len(admit.tokens), admit.seq
+        assert 0 <= admit.kv_len < len(admit.tokens), admit.seq
+        assert admit.kv_len == len(admit.pages) * self.page_size, admit.seq
+        self.sequences[admit.seq] = SequenceState(admit)
+
+    def _commit(self, commit: Commit) -> None:
+        state = self.sequences[commit.seq]
+        state.kv_len += len(commit.path)
+        state.tokens += commit.tokens
+        assert state.kv_len <= len(state.pages) * self.page_size, commit.seq
+        assert state.kv_len <= len(state.tokens), commit.seq
+
+    def _views(self, plan: StepPlan, numbers: list[int]) -> tuple[RowsView, ...]:
+        sequences, size = self.sequences, self.page_size
+        views: list[RowsView] = []
+        for group, batch in enumerate(plan.batches):
+            for rows in batch.rows:
+                state = sequences[rows.seq]
+                tokens, pages, start = state.tokens, state.pages, rows.start
+                n_rows, n_tokens = len(rows.tokens), len(tokens)
+                pages += rows.pages
+                assert start == state.kv_len, rows.seq
+                assert start + n_rows <= len(pages) * size, rows.seq
+                n_known = min(n_rows, n_tokens - start)
+                assert n_known > 0, rows.seq
+                if n_rows == 1:
+                    assert rows.tokens[0] == tokens[start], rows.seq
+                else:
+                    known = tuple(tokens[start : start + n_known])
+                    assert rows.tokens[:n_known] == known, rows.seq
+                assert rows.sample == (start + n_rows >= n_tokens), rows.seq
+                numbers += (rows.seq, start, n_tokens, tokens[-1], len(pages), pages[-1])
+                views.append(RowsView(state, rows, group, size))
+        return tuple(views)

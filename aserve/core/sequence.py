@@ -1,0 +1,121 @@
+"""A sequence: its tokens and its KV, and the table of phases it may go through."""
+
+from enum import IntEnum
+
+from aserve.core.message import Sampling
+from aserve.core.radix import Node
+from aserve.core.request import FinishReason, Request
+
+
+class Phase(IntEnum):
+    WAITING = 0  # in the queue, holding nothing
+    RUNNING = 1  # holding pages; its rows are planned
+    AWAITING_KV = 2  # its KV is on the way from a prefill instance
+    LEAVING_KV = 3  # done here, its KV is on the way to a decode instance
+    FINISHED = 4  # over for the client; pages stay while rows are in flight
+
+
+# What is not listed is illegal.
+PHASES: dict[Phase, tuple[Phase, ...]] = {
+    Phase.WAITING: (Phase.RUNNING, Phase.AWAITING_KV, Phase.FINISHED),
+    Phase.AWAITING_KV: (Phase.RUNNING, Phase.FINISHED),
+    Phase.RUNNING: (Phase.WAITING, Phase.LEAVING_KV, Phase.FINISHED),
+    Phase.LEAVING_KV: (Phase.FINISHED,),
+    Phase.FINISHED: (),
+}
+
+NOT_IN_FLIGHT = -1
+
+
+class Sequence:
+    """What the planner knows of one request's choice.
+
+        [0, kv_len)             has KV: [0, cached_pages * page_size) is also in the tree
+        [kv_len, len(tokens))   known, not computed: the work, followed by the draft
+
+    `pages` is the page table; its first `cached_pages` stand in the tree under `node`, which is
+    locked, except `duplicates`, own copies of what the tree already had. `promised_pages` will be
+    in the tree when the prefill is over.
+    """
+
+    __slots__ = (
+        "cached_len",
+        "cached_pages",
+        "draft",
+        "duplicates",
+        "group",
+        "in_flight",
+        "kv_len",
+        "max_tokens",
+        "microbatch",
+        "node",
+        "order",
+        "pages",
+        "phase",
+        "priority",
+        "promised_pages",
+        "prompt_len",
+        "prompt_logprobs_len",
+        "salt",
+        "sampling",
+        "seq",
+        "tokens",
+        "wait_pages",
+        "waits_for",
+    )
+
+    def __init__(self, request: Request, order: int) -> None:
+        self.seq = request.seq
+        self.order = order
+        self.tokens = list(request.tokens)
+        self.prompt_len = len(request.tokens)
+        self.max_tokens = request.max_tokens
+        self.sampling: Sampling = request.sampling
+        self.priority = request.priority
+        self.salt = request.cache_salt
+        self.phase = Phase.WAITING
+        self.kv_len = 0
+        self.draft: tuple[int, ...] = ()
+        self.pages: list[int] = []
+        self.node: Node | None = None
+        self.cached_pages = 0
+        self.duplicates: list[int] = []
+        self.promised_pages = 0
+        self.group = -1
+        self.microbatch = -1
+        self.in_flight = NOT_IN_FLIGHT  # the step whose report is awaited
+        self.cached_len = -1  # prompt tokens found in the cache when first admitted
+        self.prompt_logprobs_len = 0  # entries already given out; they start at token 1
+        self.waits_for: Sequence | None = None  # is computing `wait_pages` pages that we need too
+        self.wait_pages = 0
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """The rows it needs next: known tokens without KV, then the draft."""
+        return (*self.tokens[self.kv_len :], *self.draft)
+
+    def reusable_len(self) -> int:
+        """How many leading tokens may come from the cache: the last one's logits are needed.
+
+        With prompt logprobs every prompt row is needed whose entry has not been given out.
+        """
+        len_max = len(self.tokens) - 1
+        if self.sampling.prompt_logprobs >= 0 and self.prompt_logprobs_len < self.prompt_len - 1:
+            return min(len_max, self.prompt_logprobs_len)
+        return len_max
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in PHASES[self.phase], (self.seq, self.phase, phase)
+        self.phase = phase
+
+    def ended_by(self, token: int) -> FinishReason | None:
+        """Whether `token`, just appended, ends the sequence."""
+        n_generated = len(self.tokens) - self.prompt_len
+        # A stop id is masked while the token drawn has fewer than min_tokens before it.
+        if token in self.sampling.stop_ids and n_generated > self.sampling.min_tokens:
+            return "stop"
+        return "length" if n_generated >= self.max_tokens else None
