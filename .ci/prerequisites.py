@@ -9,9 +9,11 @@ import sysconfig
 
 def missing():
     if sys.version_info < (3, 11):
-        yield "Python 3.11 or newer (this is %d.%d); name one: make setup PYTHON=python3.11" % (
-            sys.version_info[:2]
-        ), None
+        yield (
+            "Python 3.11 or newer (this is %d.%d); name one: make setup PYTHON=python3.11"
+            % (sys.version_info[:2]),
+            None,
+        )
     if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
         yield "Python's venv module", "python3-venv"
     if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):

@@ -22,14 +22,23 @@ FLOORS: dict[str, set[str]] = {
     },
     "runner": {"errors", "core", "text", "tensor", "models", "_native", "numpy", "torch"},
     "wire": {"errors", "core", "msgspec", "trio"},
-    "planes": {"errors", "core", "wire", "tensor.collective", "msgspec", "outcome", "torch", "trio"},
+    "planes": {
+        "errors",
+        "core",
+        "wire",
+        "tensor.collective",
+        "msgspec",
+        "outcome",
+        "torch",
+        "trio",
+    },
     "actors": {
         *("errors", "core", "text", "tensor", "models", "runner", "wire", "planes"),
         *("msgspec", "numpy", "outcome", "torch", "tqdm", "trio"),
     },
     "api": {
         *("errors", "core", "text", "actors", "__version__"),
-        *("hypercorn", "msgspec", "prometheus_client", "starlette", "trio"),
+        *("h11", "hypercorn", "msgspec", "prometheus_client", "starlette", "trio"),
     },
     "cli": {
         *("errors", "core", "text", "actors", "api", "bench", "__version__"),
@@ -52,7 +61,7 @@ BANNED_CALLS = {
     "torch.load": "it unpickles; weights are safetensors or GGUF",
 }
 # The HTTP edge answers 500 and serves on; the launcher turns a crash into a report.
-MAY_CATCH_ALL = {"aserve/actors/launch.py", "aserve/api/app.py", "aserve/api/edge.py"}
+MAY_CATCH_ALL = {"aserve/actors/launch.py", "aserve/api/web.py"}
 MAY_PRINT = ("aserve/cli/", "aserve/bench/", "bench/", "tests/", "setup.py")
 
 FUNCTION_LINES, FILE_LINES, PARAMETERS = 60, 400, 6

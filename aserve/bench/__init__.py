@@ -1,0 +1,1 @@
+"""Measurements that ship with aserve, for `aserve bench`; nothing else imports them."""
