@@ -41,7 +41,9 @@ class Detokenizer:
     follows other text, so a leading space that a sentencepiece decoder would strip is kept.
     """
 
-    def __init__(self, tokenizer: Source, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Source, skip_special: bool = True, continues: bool = False
+    ) -> None:
         pieces = pieces_of(tokenizer.hf)
         self._text_of = pieces.text_of
         self._skip = pieces.special if skip_special else frozenset()
@@ -89,7 +91,7 @@ def pieces_of(hf: tokenizers.Tokenizer) -> Pieces:
 
 
 def _stream_of(spec: dict[str, Any] | None) -> Callable[[bool], Stream] | None:
-    """How to open a stream for a decoder as `tokenizer.json` spells it; None if only a window can."""
+    """How to open a stream for a decoder as `tokenizer.json` spells it; None: only a window can."""
     parts = _flat(spec)
     kinds = [part["type"] for part in parts]
     if kinds == ["ByteLevel"]:

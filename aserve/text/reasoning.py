@@ -15,8 +15,8 @@ def wants_reasoning(template: str | None) -> bool:
 def starts_where(prompt: str) -> Where:
     """Where the model's first character stands, given the rendered prompt.
 
-    A generation prompt that ends in `<think>` starts inside; one that ends in a closed block (thinking
-    switched off) starts after it; else the model may open a block itself.
+    A generation prompt that ends in `<think>` starts inside; one that ends in a closed block
+    (thinking switched off) starts after it; else the model may open a block itself.
     """
     text = prompt.rstrip()
     if text.endswith(OPEN):

@@ -71,8 +71,8 @@ class StopStrings:
             node = queue.popleft()
             for char, child in self._children[node].items():
                 self._fail[child] = self._step(self._fail[node], char)
-                ends = [end for end in (self._ends[child], self._ends[self._fail[child]]) if end >= 0]
-                self._ends[child] = min(ends, default=-1)
+                ends = self._ends[child], self._ends[self._fail[child]]
+                self._ends[child] = min((end for end in ends if end >= 0), default=-1)
                 queue.append(child)
 
     def _insert(self, which: int, stop: str) -> None:

@@ -15,7 +15,12 @@ from aserve.text.reasoning import held_len
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-_DECODER = json.JSONDecoder()
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 _WHITE = " \t\n\r"
 
 
@@ -55,6 +60,7 @@ class ToolParser:
         self._held = ""  # white space, then perhaps a tag and what follows it
         self._scan = _Scan()
         self._call_count = 0
+        self._after_call = False  # no content since the last call
 
     def push(self, text: str) -> list[Content | CallPiece]:
         self._held += text
@@ -71,7 +77,7 @@ class ToolParser:
         inside, self._scan = self._scan.open_len, _Scan()
         if inside and (call := parse_call(held[inside:])):
             self._tell(call, pieces)
-        elif held and not (self._call_count and not held.strip()):
+        elif held and not (self._after_call and not held.strip(_WHITE)):
             pieces.append(Content(held))
         return pieces
 
@@ -81,10 +87,11 @@ class ToolParser:
     def _find_open(self, pieces: list[Content | CallPiece]) -> bool:
         at = self._held.find(OPEN)
         found = at >= 0
-        text = self._held[:at] if found else self._held[: len(self._held) - held_len(self._held, OPEN)]
-        safe = self._held[: len(text.rstrip(_WHITE))]
+        end = at if found else len(self._held) - held_len(self._held, OPEN)
+        safe = self._held[:end].rstrip(_WHITE)
         if safe:
             pieces.append(Content(safe))
+            self._after_call = False
             self._held = self._held[len(safe) :]
         if found:
             self._scan = _Scan(open_len=at - len(safe) + len(OPEN))
@@ -100,6 +107,7 @@ class ToolParser:
             self._tell(call, pieces)
         else:
             pieces.append(Content(self._held[:end]))
+            self._after_call = False
         self._held = self._held[end:]
         self._scan = _Scan()
         return True
@@ -107,6 +115,7 @@ class ToolParser:
     def _tell(self, call: tuple[str, str], pieces: list[Content | CallPiece]) -> None:
         index = self._call_count
         self._call_count += 1
+        self._after_call = True
         pieces.append(CallPiece(index, id=self._new_id(), name=call[0]))
         pieces.append(CallPiece(index, arguments=call[1]))
 
@@ -159,7 +168,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]] | None:
-    """Value and spelling of each member of the JSON object that `text` is; None or ValueError if not."""
+    """Value and spelling of each member of the JSON object `text`; None or ValueError if not one."""
     at = _skip(text, 0)
     if not text.startswith("{", at):
         return None
@@ -199,13 +208,22 @@ def forced_call(tools: Sequence[Mapping[str, Any]], name: str | None = None) -> 
     if name is not None:
         functions = [function for function in functions if function["name"] == name]
     if not functions:
-        wanted = "any tool" if name is None else f"the tool {name!r}"
-        raise RequestError(f"tool_choice asks for {wanted}, but tools has none", param="tool_choice")
-    schemas = [_call_schema(function) for function in functions]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        wanted = "a tool" if name is None else f"the tool {name!r}"
+        message = f"tool_choice asks for {wanted}, but there is none in tools"
+        raise RequestError(message, param="tool_choice")
     calls = "call" if name is not None else r'call ("\n" call)*'
-    lark = f'start: {calls}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"\nbody: %json {json.dumps(schema)}\n'
-    return StructuredOutput(grammar=lark)
+    rules = [f"start: {calls}", "call: " + " | ".join(f"call_{n}" for n in range(len(functions)))]
+    for n, function in enumerate(functions):
+        head, tail = f'{OPEN}\n{{"name": {_quote(function["name"])}, "arguments": ', f"}}\n{CLOSE}"
+        rules.append(f"call_{n}: {_quote(head)} arguments_{n} {_quote(tail)}")
+        # A rule of its own keeps `$ref: "#/..."` inside the tool's own schema.
+        rules.append(f"arguments_{n}: %json {json.dumps(_parameters(function))}")
+    return StructuredOutput(grammar="\n".join(rules) + "\n")
+
+
+def _quote(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,13 +233,8 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object"}
     if not isinstance(parameters, Mapping):
         raise RequestError("parameters of a tool must be a JSON schema object", param="tools")
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": dict(parameters)},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+    return {"type": "object", **parameters}
