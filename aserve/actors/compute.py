@@ -1,0 +1,71 @@
+"""One dedicated worker thread for tensor work, so that its caches and thread teams stay warm.
+
+Jobs run one at a time, in order. A job cannot be cancelled, so whoever waits for it waits it out.
+"""
+
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, TypeVarTuple
+
+import outcome
+import trio
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_Job = tuple[Callable[[], Any], trio.lowlevel.Task]
+
+
+class ComputeThread:
+    """Call it to run a function on the thread; `cancelled` says that the waiter gave up."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._token = trio.lowlevel.current_trio_token()
+        # A daemon, so that an interpreter which ends with a forgotten engine reaches its atexit
+        # hooks; open_compute_thread joins it in every other case.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self.cancelled = False
+
+    async def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """`function(*args)` on the thread. Cancellation is delivered when the job has ended."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._jobs.put((lambda: function(*args), trio.lowlevel.current_task()))
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self.cancelled = True
+            return trio.lowlevel.Abort.FAILED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return result
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, task = job
+            result = outcome.capture(function)
+            del function, job
+            self._token.run_sync_soon(trio.lowlevel.reschedule, task, result)
+            del task, result
+
+    def join(self) -> None:
+        """The thread is idle (every caller has waited for its job), so this returns at once."""
+        self._jobs.put(None)
+        self._thread.join()
+
+
+@asynccontextmanager
+async def open_compute_thread(name: str = "aserve-compute") -> AsyncIterator[ComputeThread]:
+    thread = ComputeThread(name)
+    try:
+        yield thread
+    finally:
+        thread.join()
+
+
+async def compute_inline(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """The twin for simulation under a mock clock, where worker threads have no place."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)

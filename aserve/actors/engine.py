@@ -1,0 +1,267 @@
+"""The engine: a model that answers requests, held in an `async with` under trio."""
+
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import msgspec
+import trio
+
+from aserve.actors.choice import Choice
+from aserve.actors.compute import open_compute_thread
+from aserve.actors.generation import Generation, Stream
+from aserve.actors.launch import ServiceNursery, run_guarded
+from aserve.actors.leader import Leader
+from aserve.actors.loading import Loaded, load
+from aserve.actors.metrics import EngineStatistics
+from aserve.actors.prompt import Prompt, PromptReader
+from aserve.actors.rank import run_rank
+from aserve.actors.sampling import sampling_of
+from aserve.actors.validate import Facts, check_params, check_priority, check_prompt, refused
+from aserve.core.config import Config
+from aserve.core.features import explain
+from aserve.core.message import Grammar
+from aserve.core.noise import seed_of_choice
+from aserve.core.planner import Planner
+from aserve.core.request import Request, SamplingParams, StructuredOutput
+from aserve.core.settings import merge
+from aserve.errors import ConfigError, RequestError
+from aserve.planes.hidden import OnlyStage
+from aserve.planes.request import open_request_plane
+from aserve.text.grammar import check as check_grammar
+from aserve.text.tokenizer import Tokenizer
+
+GRAMMARS_MAX = 256
+
+Progress = Callable[[int, int, str], None]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and its sampling.
+
+    Lower `priority` goes first. Cached prefixes are shared only under one `cache_salt`. `tools` and
+    `chat_template_kwargs` go to the template of chat messages.
+    """
+
+    priority: int
+    cache_salt: str
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request that has passed every check."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    params: SamplingParams
+    seed: int
+    grammar: Grammar | None
+    priority: int
+    cache_salt: str
+
+
+class Engine:
+    """Made by `open_engine`. Submitting is synchronous; what comes back is awaited."""
+
+    def __init__(self, config: Config, loaded: Loaded, leader: Leader) -> None:
+        self.config = config
+        self.model_name = loaded.name
+        self.context_len = loaded.context_len
+        self.vocab_size = loaded.vocab_size
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.created = int(time.time())
+        self._facts = Facts(self.context_len, self.vocab_size, config.limits)
+        self._reader = PromptReader(self.tokenizer, self._facts)
+        self._leader = leader
+        self._grammars: dict[bytes, Grammar] = {}  # checked, by their JSON
+        self._seqs = itertools.count(1)
+        self._requests: dict[str, tuple[int, ...]] = {}
+        self._draining = False
+
+    @property
+    def ready(self) -> bool:
+        """Requests are taken: the model is loaded, nothing has died, no shutdown has begun."""
+        return self._leader.failure is None and not self._draining
+
+    @property
+    def failure(self) -> str | None:
+        """What died, if something did."""
+        return self._leader.failure
+
+    async def check(self, params: SamplingParams) -> None:
+        """`submit`'s checks of `params`, the slow one (its grammar) in another thread.
+
+        Raises RequestError. Not required before `submit`, which then does them itself.
+        """
+        check_params(params, self._facts)
+        if params.structured_outputs is not None:
+            await trio.to_thread.run_sync(self._grammar, params.structured_outputs)
+        await trio.lowlevel.checkpoint()
+
+    def _grammar(self, structured: StructuredOutput) -> Grammar:
+        key = msgspec.json.encode(structured)
+        found = self._grammars.get(key)
+        if found is None:
+            found = check_grammar(structured, self.config.limits)
+            if len(self._grammars) >= GRAMMARS_MAX:
+                self._grammars.pop(next(iter(self._grammars)), None)
+            self._grammars[key] = found
+        return found
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """Queue a request: text, token ids, or chat messages (with `tools` for their template).
+
+        Raises RequestError: 400 with the `param` at fault, 429 when the queue is full, 503 when
+        the engine is closing or broken. Never waits: a grammar not yet compiled is compiled in
+        the background, and what it refuses comes as the error of a delta.
+        """
+        self._check_open()
+        params = SamplingParams() if params is None else params
+        request_id = request_id or f"gen-{secrets.token_hex(12)}"
+        if request_id in self._requests:
+            raise refused("request_id", f"{request_id!r} is of a request still running")
+        ask = self._read(prompt, params, options)
+        stream = Stream(params.n)
+        choices = [self._choice(ask, stream, index) for index in range(params.n)]
+        seqs = tuple(request.seq for request, _ in choices)
+        self._leader.add(choices)
+        self._requests[request_id] = seqs
+        stream.on_over = partial(self._requests.pop, request_id, None)
+        if params.echo:
+            self._echo(prompt, ask, stream)
+        return Generation(request_id, ask.tokens, stream, partial(self._leader.abort, seqs))
+
+    generate = submit
+
+    def _check_open(self) -> None:
+        if self._leader.failure is not None:
+            raise RequestError(f"The engine is broken: {self._leader.failure}", status=503)
+        if self._draining:
+            raise RequestError("The engine is shutting down.", status=503, retry_after_s=10)
+
+    def _read(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Ask:
+        check_params(params, self._facts)
+        tokens = self._reader.tokens(
+            prompt,
+            tools=options.get("tools"),
+            template_kwargs=options.get("chat_template_kwargs"),
+        )
+        max_tokens = check_prompt(tokens, params, self._facts)
+        structured = params.structured_outputs
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return Ask(
+            tokens=tokens,
+            max_tokens=max_tokens,
+            params=params,
+            seed=seed,
+            grammar=None if structured is None else self._grammar(structured),
+            priority=check_priority(options.get("priority", 0)),
+            cache_salt=options.get("cache_salt", ""),
+        )
+
+    def _choice(self, ask: Ask, stream: Stream, index: int) -> tuple[Request, Choice]:
+        seq = next(self._seqs)
+        sampling = sampling_of(
+            ask.params, self.tokenizer, seed_of_choice(ask.seed, index), ask.grammar
+        )
+        request = Request(seq, ask.tokens, ask.max_tokens, sampling, ask.priority, ask.cache_salt)
+        return request, Choice(seq, index, stream, ask.tokens, ask.params, self.tokenizer)
+
+    def _echo(self, prompt: Prompt, ask: Ask, stream: Stream) -> None:
+        """The prompt's text goes first, in the first delta of each choice."""
+        skip = ask.params.skip_special_tokens
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else self.tokenizer.decode(ask.tokens, skip_special=skip)
+        )
+        for index in range(ask.params.n):
+            stream.pending(index).text.append(text)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its choices finish with "abort". False if no such request runs."""
+        return self._leader.abort(self._requests.get(request_id, ()))
+
+    def flush_cache(self) -> bool:
+        """Forget every cached prefix that no running request uses."""
+        flushed: bool = self._leader.planner.flush_cache()
+        self._leader.wake()
+        return flushed
+
+    def statistics(self) -> EngineStatistics:
+        return self._leader.statistics(ready=self.ready)
+
+    def close(self) -> None:
+        """End every request with "abort" and take no more; `open_engine` calls it on leaving."""
+        self._draining = True
+        self._leader.close()
+
+    async def wait_progress(self) -> None:
+        """Return when a step was computed or a request ended: the queue may have room now."""
+        await self._leader.wait_progress()
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no more requests, let those running end for up to `limit_s`, abort the rest."""
+        self._draining = True
+        with trio.move_on_after(limit_s):
+            while self._leader.busy:
+                await self._leader.wait_progress()
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+
+@asynccontextmanager
+async def open_engine(
+    model: str | None = None,
+    *,
+    config: Config | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> AsyncIterator[Engine]:
+    """Load a model and serve it until the block ends.
+
+    `model` is `smollm2`, a folder, a `.gguf` file or a hub name. Any value of the configuration
+    may be overridden by its dotted name, with `__` for the dot (`cache__page_size=32`).
+    `progress(done, total, what)` is called from another thread while the model loads. Raises
+    ConfigError (ModelError for the model's own faults). Leaving the block aborts what still runs.
+    """
+    config = settled(model, config, overrides)
+    async with (
+        open_compute_thread() as compute,
+        open_request_plane() as (leader_end, follower_end),
+    ):
+        loaded = await load(config, compute, progress)
+        planner = Planner(config.schedule, loaded.cache, context_len=loaded.context_len)
+        leader = Leader(planner, leader_end)
+        engine = Engine(config, loaded, leader)
+        rank = partial(run_rank, loaded.runner, follower_end, OnlyStage(), compute)
+        async with ServiceNursery() as nursery:
+            nursery.start_soon(run_guarded, "rank 0", rank, leader.fail)
+            nursery.start_soon(run_guarded, "the planner's loop", leader.run, leader.fail)
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+def settled(model: str | None, config: Config | None, overrides: Mapping[str, Any]) -> Config:
+    """One configuration out of all that was given. Raises ConfigError with every finding."""
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    if model is not None:
+        dotted["model.path"] = model
+    config = merge(config or Config(), {}, {name: str(value) for name, value in dotted.items()})
+    if findings := explain(config):
+        raise ConfigError(str(finding) for finding in findings)
+    return config

@@ -1,0 +1,164 @@
+"""What a client holds: a stream of deltas that waits for the engine and never holds it up.
+
+Deltas a slow consumer has not taken are merged per choice, so a stream holds at most the text of
+its own request.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+import trio
+
+from aserve.core.message import TokenLogprob
+from aserve.core.request import Delta, FinishReason, Usage
+
+
+class Ending:
+    """How a choice ended."""
+
+    __slots__ = ("error", "finish_reason", "stop_reason", "usage")
+
+    def __init__(
+        self,
+        finish_reason: FinishReason,
+        usage: Usage,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        self.finish_reason: FinishReason = finish_reason
+        self.usage = usage
+        self.stop_reason = stop_reason
+        self.error = error
+
+
+class Pending:
+    """News of one choice that nobody has taken yet."""
+
+    __slots__ = ("ending", "logprobs", "prompt_logprobs", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.ending: Ending | None = None
+
+    def delta(self, index: int) -> Delta:
+        ending = self.ending
+        return Delta(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=ending.finish_reason if ending else None,
+            stop_reason=ending.stop_reason if ending else None,
+            usage=ending.usage if ending else None,
+            prompt_logprobs=self.prompt_logprobs,
+            error=ending.error if ending else None,
+        )
+
+
+class Stream:
+    """The mailbox of one request, between the leader (writes) and its consumer (takes)."""
+
+    def __init__(self, choices: int) -> None:
+        self._pending: list[Pending | None] = [None] * choices
+        self._order: deque[int] = deque()
+        self._open = choices
+        self._news: trio.Event | None = None
+        self.on_over: Callable[[], object] = lambda: None
+
+    @property
+    def over(self) -> bool:
+        """Every choice has ended (its last delta may still wait to be taken)."""
+        return self._open == 0
+
+    def pending(self, index: int) -> Pending:
+        """Where news of choice `index` is written; call `publish` after writing."""
+        found = self._pending[index]
+        if found is None:
+            found = self._pending[index] = Pending()
+            self._order.append(index)
+        return found
+
+    def publish(self, *, ended: bool) -> None:
+        if ended:
+            assert self._open > 0
+            self._open -= 1
+            if self._open == 0:
+                self.on_over()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+    def _take(self) -> Delta | None:
+        if not self._order:
+            return None
+        index = self._order.popleft()
+        found = self._pending[index]
+        assert found is not None
+        self._pending[index] = None
+        return found.delta(index)
+
+    async def wait_delta(self) -> Delta | None:
+        """The next delta, or None when every choice has ended and all was taken."""
+        await trio.lowlevel.checkpoint()
+        while (delta := self._take()) is None:
+            if self.over:
+                return None
+            if self._news is None:
+                self._news = trio.Event()
+            await self._news.wait()
+        return delta
+
+
+class Generation:
+    """The deltas of one request, for `async for`. Closing or dropping it aborts what still runs."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        stream: Stream,
+        abort: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self._stream = stream
+        self._abort = abort
+        self._token = trio.lowlevel.current_trio_token()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._stream.wait_delta()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort what still runs; deltas not taken are lost. Closing twice is fine."""
+        self._abort()
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> "Generation":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._abort()
+
+    def __del__(self) -> None:
+        if self._stream.over:
+            return
+        try:
+            # The last reference may go in any thread; the engine lives in this one.
+            self._token.run_sync_soon(self._abort)
+        except trio.RunFinishedError:
+            return

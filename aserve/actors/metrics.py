@@ -1,0 +1,72 @@
+"""What the engine counts: plain numbers and histograms, read by whoever renders them."""
+
+from bisect import bisect_left
+from collections import Counter
+
+import msgspec
+
+from aserve.core.planner import PlannerStatistics
+
+LATENCY_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+
+
+class HistogramData(msgspec.Struct, frozen=True):
+    """`counts[i]` observations were at most `bounds[i]` (and above the bound before); one more
+    count for those above every bound. In seconds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Histogram:
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_S) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def data(self) -> HistogramData:
+        return HistogramData(self._bounds, tuple(self._counts), self._sum)
+
+
+class EngineStatistics(msgspec.Struct, frozen=True):
+    """One moment of the engine. Latencies are per choice, as the leader saw them."""
+
+    ready: bool
+    failure: str | None
+    planner: PlannerStatistics
+    requests: int
+    finished: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    ttft_s: HistogramData
+    inter_token_s: HistogramData
+    e2e_s: HistogramData
+    step_s: HistogramData
+
+
+class Meters:
+    """The running counts behind EngineStatistics."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.finished: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.ttft_s = Histogram()
+        self.inter_token_s = Histogram()
+        self.e2e_s = Histogram()
+        self.step_s = Histogram()

@@ -1,0 +1,75 @@
+"""What a client may send as a prompt (text, token ids, chat messages), made into token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aserve.actors.validate import Facts, refused, too_long
+from aserve.text import chat
+from aserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class PromptReader:
+    """Holds what reading needs: the tokenizer, the chat template and the model's limits."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: Facts) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+        # Text longer than this cannot fit, so it need not be tokenised to be refused.
+        self._bytes_max = facts.context_len * max(longest, 64)
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Raises RequestError for anything that is not a prompt. Emptiness is checked later."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+            raise refused("prompt", "must be a string, a list of token ids or chat messages")
+        if prompt and all(isinstance(part, Mapping) for part in prompt):
+            messages: Any = prompt
+            return self.encode(self.render(messages, tools, template_kwargs), special=False)
+        ids: list[int] = []
+        for part in prompt:
+            if isinstance(part, bool) or not isinstance(part, int):
+                raise refused("prompt", "must be a string, a list of token ids or chat messages")
+            ids.append(part)
+        return tuple(ids)
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """`special` adds the tokens that a bare text starts with (BOS), as the model's own."""
+        try:
+            encoded = text.encode()
+        except UnicodeEncodeError as error:
+            raise refused(
+                "prompt", "must be valid Unicode text (it holds a lone surrogate)"
+            ) from error
+        if len(encoded) > self._bytes_max:
+            least = self._facts.context_len + 1
+            raise too_long(least, None, self._facts.context_len)
+        return tuple(self._tokenizer.encode(text, add_special=special))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """The chat template over `messages`."""
+        names = {
+            "bos_token": self._special(self._tokenizer.bos_id),
+            "eos_token": self._special(next(iter(self._tokenizer.eos_ids), None)),
+        }
+        template = self._tokenizer.chat_template
+        return chat.render(
+            template, messages, tools=tools, special_tokens=names, **(template_kwargs or {})
+        )
+
+    def _special(self, token: int | None) -> str:
+        return "" if token is None else self._tokenizer.special_text(token)
