@@ -1,0 +1,148 @@
+"""One attention-DP group: its KV pool, its prefix cache, and the sequences that run on them."""
+
+from aserve.core.pages import PagePool
+from aserve.core.radix import RadixTree
+from aserve.core.sequence import Sequence
+
+
+class Group:
+    """Gives pages to sequences and takes them back; decides nothing about who runs."""
+
+    def __init__(self, index: int, pages_total: int, page_size: int, prefix_cache: bool) -> None:
+        self.index = index
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self.pool = PagePool(pages_total)
+        self.tree = RadixTree(self.pool, page_size)
+        self.running: dict[int, Sequence] = {}  # in order of admission
+        self.prefilling: dict[int, Sequence] = {}  # those that have promised pages to the tree
+        self.leaving: dict[int, Sequence] = {}  # over, but their rows are in flight
+
+    @property
+    def pages_available(self) -> int:
+        return self.pool.n_free + self.tree.n_evictable
+
+    def pages_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.page_size)
+
+    def hit_pages(self, sequence: Sequence) -> int:
+        """How many leading pages of a waiting sequence the cache would give it; locks them.
+
+        Follow it with `place`, or with `unlock`.
+        """
+        assert sequence.node is None, sequence.seq
+        tree = self.tree
+        node = None
+        if self.prefix_cache:
+            node = tree.match(sequence.salt, sequence.tokens, sequence.reusable_len())
+        sequence.node = tree.root(sequence.salt) if node is None else node
+        tree.lock(sequence.node)
+        return sequence.node.depth
+
+    def unlock(self, sequence: Sequence) -> None:
+        assert sequence.node is not None, sequence.seq
+        self.tree.unlock(sequence.node)
+        sequence.node = None
+
+    def place(self, sequence: Sequence) -> int:
+        """Give a sequence, whose hit is locked, pages for all its known tokens; its hit's pages.
+
+        All at once, so that a prefill never stops half-way for want of pages.
+        """
+        node = sequence.node
+        assert node is not None, sequence.seq
+        sequence.group = self.index
+        sequence.cached_pages = node.depth
+        sequence.kv_len = node.depth * self.page_size
+        sequence.pages = self.tree.path_pages(node)
+        n_tokens = len(sequence.tokens)
+        for _ in range(self.pages_for(n_tokens) - node.depth):
+            self.grow(sequence)
+        self.running[sequence.seq] = sequence
+        sequence.promised_pages = n_tokens // self.page_size if self.prefix_cache else 0
+        if sequence.promised_pages > node.depth:
+            self.prefilling[sequence.seq] = sequence
+        return node.depth
+
+    def grow(self, sequence: Sequence) -> int:
+        """One more page at the end of its page table, evicting if none is free."""
+        if not self.pool.n_free:
+            self.tree.evict(1)
+        page = self.pool.take()
+        sequence.pages.append(page)
+        return page
+
+    def store(self, sequence: Sequence, n_pages: int) -> None:
+        """Put its first `n_pages` pages, all computed, into the tree."""
+        start, size = sequence.cached_pages, self.page_size
+        if n_pages > start:
+            assert n_pages * size <= sequence.kv_len, sequence.seq
+            assert sequence.node is not None, sequence.seq
+            sequence.node, duplicates = self.tree.extend(
+                sequence.node,
+                sequence.tokens[start * size : n_pages * size],
+                sequence.pages[start:n_pages],
+            )
+            sequence.duplicates += duplicates
+            sequence.cached_pages = n_pages
+        if sequence.cached_pages >= sequence.promised_pages:
+            self.prefilling.pop(sequence.seq, None)
+
+    def leave(self, sequence: Sequence, keep: bool) -> None:
+        """It runs no more; its pages go back unless its rows are still in flight."""
+        del self.running[sequence.seq]
+        self.prefilling.pop(sequence.seq, None)
+        if sequence.in_flight >= 0:
+            self.leaving[sequence.seq] = sequence
+        else:
+            self.release(sequence, keep)
+
+    def land(self, sequence: Sequence) -> None:
+        """The last rows of a sequence that had left came back: nobody writes its pages now."""
+        del self.leaving[sequence.seq]
+        assert sequence.in_flight < 0, sequence.seq
+        self.release(sequence, keep=True)
+
+    def release(self, sequence: Sequence, keep: bool) -> None:
+        """Give back all its pages; `keep` leaves the computed full ones in the tree."""
+        assert sequence.node is not None, sequence.seq
+        if keep and self.prefix_cache:
+            self.store(sequence, sequence.kv_len // self.page_size)
+        for page in sequence.duplicates:
+            self.pool.give_back(page)
+        for page in reversed(sequence.pages[sequence.cached_pages :]):
+            self.pool.give_back(page)
+        self.tree.unlock(sequence.node)
+        sequence.node = None
+        sequence.pages = []
+        sequence.duplicates = []
+        sequence.cached_pages = 0
+        sequence.promised_pages = 0
+        sequence.kv_len = 0
+        sequence.draft = ()
+
+    def check(self) -> None:
+        """Every page is in exactly one place, by the ledger's counts."""
+        self.pool.check()
+        assert self.pool.n_cached == self.tree.n_pages
+        assert self.tree.n_evictable <= self.tree.n_pages
+
+    def audit(self) -> None:
+        """Every page is in exactly one place, by walking all of them."""
+        self.check()
+        self.pool.audit()
+        locked: dict[int, int] = {}
+        owned: list[int] = []
+        for sequence in (*self.running.values(), *self.leaving.values()):
+            assert len(sequence.pages) == len(dict.fromkeys(sequence.pages)), sequence.seq
+            owned += sequence.duplicates
+            owned += sequence.pages[sequence.cached_pages :]
+            node = sequence.node
+            assert node is not None, sequence.seq
+            assert node.depth == sequence.cached_pages, sequence.seq
+            for page in self.tree.path_pages(node):
+                locked[page] = locked.get(page, 0) + 1
+        assert sorted(owned) == sorted(dict.fromkeys(owned))
+        assert len(owned) == self.pool.n_owned
+        for node in self.tree.audit():
+            assert node.locks == locked.get(node.page, 0), node.page

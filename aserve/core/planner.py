@@ -1,0 +1,319 @@
+"""The one brain: events in, a totally ordered log of `StepPlan`s out.
+
+Pure and synchronous: no clock, no randomness, no tensors, no I/O.
+"""
+
+import msgspec
+
+from aserve.core.compose import Composer, Composition
+from aserve.core.config import Schedule
+from aserve.core.group import Group
+from aserve.core.message import Result, Rows, StepPlan, StepReport
+from aserve.core.outbox import Outbox
+from aserve.core.replica import fold
+from aserve.core.request import FinishReason, Output, Request
+from aserve.core.sequence import NOT_IN_FLIGHT, Phase, Sequence
+from aserve.core.verdict import objection, settle
+from aserve.errors import Desync, RequestError
+
+AUDIT_STEPS = 1024  # the ledger's counts are checked every step, every single page this often
+RETRY_AFTER_S_MAX = 30
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """The KV pool of each attention-DP group."""
+
+    page_size: int
+    pages_total: int
+
+
+class PlannerStatistics(msgspec.Struct, frozen=True):
+    """Counts since the start (`n_`, `prefix_`) and the state now; lengths in tokens."""
+
+    running: int
+    waiting: int
+    kv_pages_total: int
+    kv_pages_used: int  # held by sequences or kept for them by a lock
+    kv_pages_free: int
+    kv_pages_cached: int  # in the cache, evictable at any moment
+    prefix_query_len: int
+    prefix_hit_len: int
+    n_steps: int
+    n_rows: int
+    n_requests: int
+    n_retractions: int
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """A plan whose report is awaited."""
+
+    microbatch: int
+    digest: int
+    sequences: list[Sequence]
+    plan: StepPlan
+
+
+class Planner:
+    """Owns every queue, page and budget. See `aserve.core` for how its parts divide the work.
+
+    A caller loops: `plan()` until it gives None, hand each plan to the ranks, hand each report to
+    `report()`. In a report, results stand in the order of the plan's rows, groups in order.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cache: CacheSpec,
+        *,
+        context_len: int,
+        groups: int = 1,
+        in_flight_max: int = 1,
+    ) -> None:
+        assert min(groups, in_flight_max, context_len, cache.page_size) >= 1
+        self._cache = cache
+        self._context_len = context_len
+        self._waiting_max = schedule.waiting_max
+        self._groups = [
+            Group(index, cache.pages_total, cache.page_size, schedule.prefix_cache)
+            for index in range(groups)
+        ]
+        self._outbox = Outbox(in_flight_max)
+        self._composer = Composer(self._groups, in_flight_max, schedule, self._outbox)
+        self._in_flight_max = in_flight_max
+        self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
+        self._in_flight: dict[int, InFlight] = {}  # by step
+        self._busy = [False] * in_flight_max
+        self._step = 0
+        self._microbatch = 0  # whose turn is next
+        self._digest = 0
+        self._n_added = 0
+        self._n_rows = 0
+        self._prefix_query_len = 0
+        self._prefix_hit_len = 0
+
+    @property
+    def request_len_max(self) -> int:
+        """The most tokens, prompt and output together, that one request may have."""
+        return min(self._context_len, self._cache.pages_total * self._cache.page_size + 1)
+
+    @property
+    def waiting_free(self) -> int:
+        """How many more sequences `add` takes before it answers 429."""
+        return max(0, self._waiting_max - len(self._composer.queue))
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises RequestError: 400 if it is malformed or longer than the context, 413 if its KV can
+        never fit the pool, 429 if the queue is full.
+        """
+        assert request.seq not in self._sequences, request.seq
+        assert all(request.seq not in group.leaving for group in self._groups), request.seq
+        self._refuse_misfit(request)
+        if not self.waiting_free:
+            n_waiting = len(self._composer.queue)
+            raise RequestError(
+                f"{n_waiting} sequences are waiting, at most {self._waiting_max} may; try again",
+                status=429,
+                code="queue_full",
+                retry_after_s=min(
+                    RETRY_AFTER_S_MAX, 1 + n_waiting // (1 + self._composer.n_running)
+                ),
+            )
+        sequence = Sequence(request, self._n_added)
+        self._n_added += 1
+        self._sequences[request.seq] = sequence
+        self._composer.queue.append(sequence)
+
+    def _refuse_misfit(self, request: Request) -> None:
+        prompt_len, max_tokens = len(request.tokens), request.max_tokens
+        if not prompt_len:
+            raise RequestError("the prompt is empty; it needs at least 1 token", param="prompt")
+        if max_tokens < 1:
+            raise RequestError(f"max_tokens is {max_tokens}, at least 1", param="max_tokens")
+        if prompt_len + max_tokens > self._context_len:
+            raise RequestError(
+                f"the context is {self._context_len} tokens; {prompt_len} in the prompt and "
+                f"{max_tokens} to generate are {prompt_len + max_tokens}",
+                code="context_length_exceeded",
+                param="max_tokens" if prompt_len < self._context_len else "prompt",
+            )
+        if prompt_len + max_tokens > self.request_len_max:
+            raise RequestError(
+                f"the KV cache holds {self.request_len_max - 1} tokens of one request; "
+                f"{prompt_len} in the prompt and {max_tokens} to generate can never fit",
+                status=413,
+                code="kv_cache_exceeded",
+            )
+
+    def finish(self, seq: int, reason: FinishReason) -> Output | None:
+        """End a sequence from above (abort, a stop string), whatever it is doing; None: it is over.
+
+        Its pages come back at once, or with the report of the step that still writes them.
+        """
+        sequence = self._sequences.get(seq)
+        if sequence is None:
+            return None
+        if sequence.phase == Phase.WAITING:
+            self._composer.queue.remove(sequence)
+        else:
+            self._leave(sequence, keep=reason != "error")
+        self._over(sequence)
+        return Output(seq, (), (), (), reason, None, max(0, sequence.cached_len))
+
+    def _over(self, sequence: Sequence) -> None:
+        sequence.enter(Phase.FINISHED)
+        sequence.waits_for = None
+        del self._sequences[sequence.seq]
+
+    def _leave(self, sequence: Sequence, keep: bool) -> None:
+        self._composer.remove(sequence)
+        if sequence.in_flight == NOT_IN_FLIGHT:
+            self._outbox.drop(sequence, done=True)
+        self._groups[sequence.group].leave(sequence, keep)
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to do now, or too much is unanswered."""
+        for offset in range(self._in_flight_max):
+            microbatch = (self._microbatch + offset) % self._in_flight_max
+            if self._busy[microbatch]:
+                continue
+            composition = self._composer.compose(microbatch)
+            if any(lane.rows for lane in composition.lanes):
+                plan = self._emit(microbatch, composition)
+                self.check()
+                return plan
+        return None
+
+    def _emit(self, microbatch: int, composition: Composition) -> StepPlan:
+        step = self._step
+        commits, drops, drop_numbers = self._outbox.collect(microbatch)
+        plan = StepPlan(
+            step,
+            microbatch,
+            commits,
+            drops,
+            (),
+            tuple(composition.admits),
+            composition.batches(),
+            (),
+        )
+        sequences = composition.scheduled
+        for sequence in sequences:
+            assert sequence.in_flight == NOT_IN_FLIGHT, sequence.seq
+            sequence.in_flight = step
+        for admit in composition.admits:
+            self._prefix_query_len += len(admit.tokens)
+            self._prefix_hit_len += admit.kv_len
+        numbers = [step, microbatch, *drop_numbers, *composition.numbers()]
+        self._digest = fold(self._digest, numbers)
+        self._in_flight[step] = InFlight(microbatch, self._digest, sequences, plan)
+        self._busy[microbatch] = True
+        self._step = step + 1
+        self._microbatch = (microbatch + 1) % self._in_flight_max
+        self._n_rows += composition.n_rows
+        return plan
+
+    def report(self, report: StepReport) -> tuple[Output, ...]:
+        """What a plan turned out to be, for every sequence with something to say.
+
+        Raises Desync if the rank's digest or a result cannot follow from the plan.
+        """
+        in_flight = self._in_flight.get(report.step)
+        if in_flight is None:
+            raise Desync(report.rank, report.step, "reports a step that is not in flight")
+        if report.digest != in_flight.digest:
+            message = f"digest {report.digest:08x}, the planner's is {in_flight.digest:08x}"
+            raise Desync(report.rank, report.step, message)
+        rows = [rows for batch in in_flight.plan.batches for rows in batch.rows]
+        if len(report.results) != len(rows):
+            message = f"{len(report.results)} results for {len(rows)} sequences"
+            raise Desync(report.rank, report.step, message)
+        for sequence, row, result in zip(in_flight.sequences, rows, report.results, strict=True):
+            wrong = objection(sequence, row, result)
+            if wrong is not None:
+                raise Desync(report.rank, report.step, wrong)
+        del self._in_flight[report.step]
+        self._busy[in_flight.microbatch] = False
+        outputs: list[Output] = []
+        for sequence, row, result in zip(in_flight.sequences, rows, report.results, strict=True):
+            sequence.in_flight = NOT_IN_FLIGHT
+            if sequence.phase == Phase.FINISHED:
+                self._outbox.drop(sequence, done=True)
+                self._groups[sequence.group].land(sequence)
+                continue
+            output = self._settle(sequence, row, result)
+            if output is not None:
+                outputs.append(output)
+        return tuple(outputs)
+
+    def _settle(self, sequence: Sequence, rows: Rows, result: Result) -> Output | None:
+        cached_len = sequence.cached_len
+        if result.error is not None:
+            self._leave(sequence, keep=False)
+            self._over(sequence)
+            return Output(rows.seq, (), (), (), "error", None, cached_len, result.error)
+        commit, reason = settle(sequence, rows, result)
+        self._outbox.commit(sequence.microbatch, commit)
+        prompt_logprobs = result.prompt_logprobs
+        if prompt_logprobs:
+            # After a retraction the first ones come a second time.
+            prompt_logprobs = prompt_logprobs[max(0, sequence.prompt_logprobs_len - rows.start) :]
+            sequence.prompt_logprobs_len += len(prompt_logprobs)
+        if reason is not None:
+            self._leave(sequence, keep=True)
+            self._over(sequence)
+        elif sequence.cached_pages < sequence.promised_pages:
+            group = self._groups[sequence.group]
+            n_pages = min(sequence.kv_len // group.page_size, sequence.promised_pages)
+            group.store(sequence, n_pages)
+        tokens = commit.tokens
+        if not tokens and not prompt_logprobs:
+            return None
+        stop_token = tokens[-1] if reason == "stop" else None
+        logprobs = result.logprobs[: len(tokens)]
+        return Output(rows.seq, tokens, logprobs, prompt_logprobs, reason, stop_token, cached_len)
+
+    def flush_cache(self) -> bool:
+        """Free every cached page that no sequence uses; whether the cache is now empty."""
+        for group in self._groups:
+            group.tree.flush()
+        return all(group.tree.n_pages == 0 for group in self._groups)
+
+    def statistics(self) -> PlannerStatistics:
+        pools = [group.pool for group in self._groups]
+        n_free = sum(pool.n_free for pool in pools)
+        n_cached = sum(group.tree.n_evictable for group in self._groups)
+        n_total = sum(pool.pages_total for pool in pools)
+        return PlannerStatistics(
+            running=self._composer.n_running,
+            waiting=len(self._composer.queue),
+            kv_pages_total=n_total,
+            kv_pages_used=n_total - n_free - n_cached,
+            kv_pages_free=n_free,
+            kv_pages_cached=n_cached,
+            prefix_query_len=self._prefix_query_len,
+            prefix_hit_len=self._prefix_hit_len,
+            n_steps=self._step,
+            n_rows=self._n_rows,
+            n_requests=self._n_added,
+            n_retractions=self._composer.n_retractions,
+        )
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one place; runs after every plan.
+
+        By the ledger's counts each time, by walking every page and sequence now and then.
+        """
+        for group in self._groups:
+            group.check()
+        if self._step % AUDIT_STEPS == 0:
+            self.audit()
+
+    def audit(self) -> None:
+        """The slow twin of `check`: walks every page, sequence and tree node."""
+        for group in self._groups:
+            group.audit()
+        n_sequences = sum(len(group.running) for group in self._groups)
+        assert n_sequences == self._composer.n_running
+        assert n_sequences + len(self._composer.queue) == len(self._sequences)
