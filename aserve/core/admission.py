@@ -65,7 +65,7 @@ class NewTokenRatio:
 
 
 class WaitingQueue:
-    """Priority classes, lower first; within a class first come first served, the retracted first."""
+    """Priority classes, lower first; in a class first come first served, the retracted first."""
 
     def __init__(self) -> None:
         self._classes: dict[int, OrderedDict[int, Sequence]] = {}

@@ -9,7 +9,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A section of the configuration."""
 
 
-class Model(Struct):
+class Model(Struct, frozen=True):
     """Which weights. `path` is `smollm2`, a folder, a `.gguf` file or a hub name."""
 
     path: str = "smollm2"
@@ -21,7 +21,7 @@ class Model(Struct):
     reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
 
 
-class Layout(Struct):
+class Layout(Struct, frozen=True):
     """How a model is split over ranks: world = pp * tp."""
 
     tp: int = 1
@@ -32,14 +32,14 @@ class Layout(Struct):
     moe_dp: int = 1
 
 
-class Schedule(Struct):
+class Schedule(Struct, frozen=True):
     step_tokens: int = 256  # rows computed in one step, prefill and decode together
     running_max: int = 64  # sequences with KV at once
     waiting_max: int = 512  # queued sequences beyond which a request gets 429
     prefix_cache: bool = True
 
 
-class Cache(Struct):
+class Cache(Struct, frozen=True):
     """`kv_tokens` is the size of the KV pool; None takes a share of free memory, bounded."""
 
     page_size: int = 16
@@ -47,12 +47,12 @@ class Cache(Struct):
     kv_mib_max: int = 2048
 
 
-class Compute(Struct):
+class Compute(Struct, frozen=True):
     threads: int | None = None  # None: every core this process may use
     kernels: Literal["native", "reference"] = "native"
 
 
-class Limits(Struct):
+class Limits(Struct, frozen=True):
     n_max: int = 64
     logprobs_max: int = 20
     stop_max: int = 16
@@ -66,7 +66,7 @@ class Limits(Struct):
     body_bytes_max: int = 8 << 20
 
 
-class Server(Struct):
+class Server(Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -77,7 +77,7 @@ class Server(Struct):
     log_json: bool = False
 
 
-class Config(Struct):
+class Config(Struct, frozen=True):
     model: Model = Model()
     layout: Layout = Layout()
     schedule: Schedule = Schedule()

@@ -9,14 +9,14 @@ class Struct(msgspec.Struct, frozen=True, array_like=True):
     """A message part; fields go over the wire by position."""
 
 
-class Grammar(Struct):
+class Grammar(Struct, frozen=True):
     """A constraint on the text: `kind` is json_schema, json_object, regex, choice or grammar."""
 
     kind: str
     text: str
 
 
-class Sampling(Struct):
+class Sampling(Struct, frozen=True):
     """How one sequence is sampled, in tokens only; a rank needs nothing else to draw.
 
     Penalties follow OpenAI (presence, frequency: over generated tokens) and CTRL
@@ -42,7 +42,7 @@ class Sampling(Struct):
     grammar: Grammar | None = None
 
 
-class Admit(Struct):
+class Admit(Struct, frozen=True):
     """A sequence starts (or, after a retraction, resumes) on the ranks.
 
     `tokens` are all tokens known so far; the first `prompt_len` are the prompt. KV of
@@ -57,7 +57,7 @@ class Admit(Struct):
     sampling: Sampling
 
 
-class Rows(Struct):
+class Rows(Struct, frozen=True):
     """One sequence's rows in one step: `tokens` at positions `start + depth`.
 
     `parents` index into these rows (-1: the sequence's last cached token); `()` means a chain.
@@ -73,7 +73,7 @@ class Rows(Struct):
     pages: tuple[int, ...]
 
 
-class Commit(Struct):
+class Commit(Struct, frozen=True):
     """What an earlier step turned out to be: rows `path` kept, then `tokens` appended.
 
     For a chain without drafts `path` is every row of the step and `tokens` the one drawn token,
@@ -92,14 +92,14 @@ class MoveKind(IntEnum):
     HOST_TO_DEVICE = 2
 
 
-class PageMove(Struct):
+class PageMove(Struct, frozen=True):
     seq: int
     pages_from: tuple[int, ...]
     pages_to: tuple[int, ...]
     kind: MoveKind
 
 
-class PageSend(Struct):
+class PageSend(Struct, frozen=True):
     """Final pages of a room that may leave a prefill instance."""
 
     room: int
@@ -107,14 +107,14 @@ class PageSend(Struct):
     last: bool
 
 
-class Batch(Struct):
+class Batch(Struct, frozen=True):
     """The rows of one attention-DP group; may be empty, is never absent."""
 
     rows: tuple[Rows, ...]
 
 
-class StepPlan(Struct):
-    """One step, decided once. A rank applies it in this order: commits, drops, moves, admits, rows."""
+class StepPlan(Struct, frozen=True):
+    """One step, decided once. A rank applies commits, drops, moves, admits, rows, in that order."""
 
     step: int
     microbatch: int
@@ -126,7 +126,7 @@ class StepPlan(Struct):
     sends: tuple[PageSend, ...]
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Struct, frozen=True):
     """log p of the token that stands here, and the best alternatives (id, log p), best first.
 
     Natural log of the softmax over the raw logits, before penalties, temperature and filters.
@@ -137,9 +137,10 @@ class TokenLogprob(Struct):
     top: tuple[tuple[int, float], ...]
 
 
-class Result(Struct):
-    """What one sequence's rows gave: accepted `path`, drawn `tokens`, one logprob a token if wanted.
+class Result(Struct, frozen=True):
+    """What one sequence's rows gave: accepted `path`, drawn `tokens`, a logprob a token if wanted.
 
+    A report has one for each `Rows` of its plan, in the plan's order (groups in order).
     `prompt_logprobs` are those of prompt tokens `start + 1 ...` that this chunk's rows predict.
     `error` ends the request (its grammar cannot go on, its logits were NaN).
     """
@@ -152,7 +153,7 @@ class Result(Struct):
     error: str | None = None
 
 
-class StepReport(Struct):
+class StepReport(Struct, frozen=True):
     step: int
     rank: int
     digest: int

@@ -9,8 +9,8 @@ The whole specification (all arithmetic modulo 2**64 in `mix64`, modulo 2**32 in
                 z ^= z >> 31                                  (SplitMix64's finalizer, Stafford 13)
     mix32(x)  = x ^= x >> 16; x *= 0x21F0AAAD; x ^= x >> 15; x *= 0x735A2D97; x ^= x >> 15
                                                               (Wellons' hash prospector, low bias)
-    key       = mix64(mix64(seed) + 0x9E3779B97F4A7C15 * (position + 1))         once a drawn token
-    bits      = mix32(mix32(token * 0x9E3779B9 + low32(key)) + high32(key))      once a vocabulary id
+    key       = mix64(mix64(seed) + 0x9E3779B97F4A7C15 * (position + 1))        once a drawn token
+    bits      = mix32(mix32(token * 0x9E3779B9 + low32(key)) + high32(key))     once a vocabulary id
     uniform   = (bits + 0.5) / 2**32                          in (0, 1), exact in float64
     gumbel    = -log(-log(uniform))                           argmax(logit / temperature + gumbel)
 

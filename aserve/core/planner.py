@@ -28,7 +28,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
 
 
 class PlannerStatistics(msgspec.Struct, frozen=True):
-    """Counts since the start (`n_`, `prefix_`) and the state now; lengths in tokens."""
+    """The state now, then counts since the start."""
 
     running: int
     waiting: int
@@ -36,12 +36,12 @@ class PlannerStatistics(msgspec.Struct, frozen=True):
     kv_pages_used: int  # held by sequences or kept for them by a lock
     kv_pages_free: int
     kv_pages_cached: int  # in the cache, evictable at any moment
-    prefix_query_len: int
-    prefix_hit_len: int
-    n_steps: int
-    n_rows: int
-    n_requests: int
-    n_retractions: int
+    prefix_query_tokens: int  # tokens of admitted sequences, and how many the cache had
+    prefix_hit_tokens: int
+    steps: int
+    rows: int
+    requests: int
+    retractions: int
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -292,12 +292,12 @@ class Planner:
             kv_pages_used=n_total - n_free - n_cached,
             kv_pages_free=n_free,
             kv_pages_cached=n_cached,
-            prefix_query_len=self._prefix_query_len,
-            prefix_hit_len=self._prefix_hit_len,
-            n_steps=self._step,
-            n_rows=self._n_rows,
-            n_requests=self._n_added,
-            n_retractions=self._composer.n_retractions,
+            prefix_query_tokens=self._prefix_query_len,
+            prefix_hit_tokens=self._prefix_hit_len,
+            steps=self._step,
+            rows=self._n_rows,
+            requests=self._n_added,
+            retractions=self._composer.n_retractions,
         )
 
     def check(self) -> None:

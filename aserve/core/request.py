@@ -64,7 +64,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What one report meant for one sequence. `cached_len` prompt tokens came from the cache."""
+    """What one report meant for one sequence. `cached_len` prompt tokens came from the cache.
+
+    `stop_token` is the stop id that ended it; it is also the last of `tokens`.
+    """
 
     seq: int
     tokens: tuple[int, ...]
@@ -90,8 +93,9 @@ class Delta(msgspec.Struct, frozen=True):
     """New text and tokens of choice `index`; all deltas of a choice joined are its one-shot text.
 
     `text` may lag behind `token_ids` (a split character, a possible stop string). `finish_reason`
-    and `usage` (of this choice) are set on the choice's last delta. `stop_reason` is the stop string
-    or stop token id that ended it. `prompt_logprobs` (first delta only) has None for token 0.
+    and `usage` (of this choice) are set on the choice's last delta. `stop_reason` is the stop
+    string or stop token id that ended it. `prompt_logprobs` (first delta only) has None for token
+    0.
     """
 
     index: int
