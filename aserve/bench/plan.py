@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -87,7 +88,7 @@ class Loop:
         at.append(clock())
         outputs = self.planner.report(arrived)
         at.append(clock())
-        part = [end - start for start, end in zip(at, at[1:], strict=False)]
+        part = [end - start for start, end in pairwise(at)]
         self.spent_ns = (part[0] + part[5], part[1] + part[4], part[2])
         return len(outputs)
 
