@@ -1,4 +1,4 @@
-"""What a model asks of its device: the `Ops` Protocol, the data its calls share, and how to open one.
+"""What a model asks of its device: the `Ops` Protocol, the data its calls share, how to open one.
 
 Activations are float32 (the twin also takes float64). Weights and KV are bfloat16 or float32; a
 bfloat16 linear rounds its input rows to bfloat16, sums in float32 and returns float32.
@@ -62,8 +62,9 @@ class Ops(Protocol):
 
     def linear(self, x_TK: Tensor, weight: Linear) -> Tensor: ...
 
-    def embed(self, table_VH: Tensor, ids_T: Tensor) -> Tensor:
-        """Rows of the table, widened to float32. Ids are int64 or int32."""
+    def embed(self, table_VH: Tensor | Linear, ids_T: Tensor) -> Tensor:
+        """Rows of the table, widened to float32. Ids are int64 or int32. A packed weight will do as
+        the table: with tied embeddings one copy serves both ends of the model."""
         ...
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

@@ -69,7 +69,10 @@ class ReferenceOps:
             out += weight.bias_N
         return out.to(dtype)
 
-    def embed(self, table_VH: Tensor, ids_T: Tensor) -> Tensor:
+    def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
+        if isinstance(table_VH, ReferenceLinear):
+            table_VH = table_VH.weight_NK
+        assert isinstance(table_VH, Tensor)
         if ids_T.numel() and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < len(table_VH):
             raise ValueError(f"a token id is outside [0, {len(table_VH)})")
         rows = table_VH[ids_T.long()]
@@ -151,8 +154,6 @@ def _attend_one(q_RHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float) -> Te
     position_R = torch.arange(kv_len - n_rows, kv_len)
     hidden_RL = torch.arange(kv_len)[None, :] > position_R[:, None]
     scores_HRL.masked_fill_(hidden_RL[None], float("-inf"))
-    # A zero weight times a poisoned value is still poison, so hidden values are never multiplied
-    # only because every position below kv_len has been written.
     return torch.einsum("hrl,lhd->rhd", scores_HRL.softmax(-1), v_LHD)
 
 

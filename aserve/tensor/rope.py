@@ -29,7 +29,7 @@ class RopeTable:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary fields of a config in one dict: `rope_type`, `rope_theta`, and what the kind needs.
+    """The rotary fields of a config in one dict: `rope_type`, `rope_theta`, what the kind needs.
 
     Raises ModelError for an unknown kind or a missing field.
     """

@@ -1,0 +1,298 @@
+"""`Ops` by the kernels in csrc: thin wrappers that check tensors and hand over addresses.
+
+Bits of a row depend on nothing but that row and its own sequence: not on the other rows, the
+number of threads, the chunking or the pages. They may differ from one processor level to another.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from aserve import _native
+from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.ops import Linear as LinearProtocol
+from aserve.tensor.rope import RopeTable
+
+_F32, _BF16, _I32, _I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
+_empty = torch.empty
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A weight in the layout of csrc/include/aserve/linear.h."""
+
+    packed: _native.Packed
+    n: int
+    k: int
+    dtype: torch.dtype
+    row_blocks: int
+    nbytes: int
+
+
+class NativeOps:
+    """`Ops` on `threads` threads, the caller's included. Calls from several threads take turns."""
+
+    def __init__(self, threads: int) -> None:
+        self._team = _native.Team(threads)
+
+    @property
+    def level(self) -> str:
+        """The instruction set in use: generic, avx2, avx512 or amx."""
+        return _native.level()
+
+    def pack(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, row_blocks: int = 1
+    ) -> NativeLinear:
+        dtype = _weight_dtype("weight", weight_NK)
+        if weight_NK.dim() != 2:
+            raise ValueError(f"a weight has 2 dimensions, not {weight_NK.dim()}")
+        weight_NK = weight_NK.contiguous()
+        n, k = weight_NK.shape
+        bias_address = 0
+        if bias_N is not None:
+            if bias_N.shape != (n,):
+                raise ValueError(f"bias has shape {tuple(bias_N.shape)}, the weight has {n} rows")
+            bias_N = bias_N.to(_F32).contiguous()
+            bias_address = bias_N.data_ptr()
+        packed = _native.pack(
+            self._team, dtype is _BF16, weight_NK.data_ptr(), n, k, bias_address, row_blocks
+        )
+        return NativeLinear(packed, n, k, dtype, row_blocks, packed.nbytes)
+
+    def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
+        assert isinstance(weight, NativeLinear)
+        m, k = _matrix("x", x_TK)
+        out = _empty((m, weight.n))
+        _native.linear(self._team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
+        return out
+
+    def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
+        if ids_T.dtype is not _I64 or not ids_T.is_contiguous():
+            ids_T = ids_T.to(_I64).contiguous()
+        rows = ids_T.numel()
+        if isinstance(table_VH, NativeLinear):
+            out = _empty((rows, table_VH.k))
+            _native.embed_packed(table_VH.packed, ids_T.data_ptr(), rows, out.data_ptr())
+            return out
+        assert isinstance(table_VH, Tensor)
+        dtype = _weight_dtype("table", table_VH)
+        if table_VH.dim() != 2 or not table_VH.is_contiguous():
+            raise ValueError("an embedding table is a contiguous [vocab, hidden]")
+        vocab, dim = table_VH.shape
+        out = _empty((rows, dim))
+        _native.embed(
+            dtype is _BF16, table_VH.data_ptr(), vocab, dim, ids_T.data_ptr(), rows, out.data_ptr()
+        )
+        return out
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        if x_TH.dim() == 2:
+            rows, dim = x_TH.shape
+            heads = 1
+            stride = _row_stride("x", x_TH[:, None, :])
+        else:
+            rows, heads, dim = x_TH.shape
+            stride = _row_stride("x", x_TH)
+        weight = _norm_weight(weight_H, dim)
+        out = _empty(x_TH.shape)
+        _native.rms_norm(
+            self._team, x_TH.data_ptr(), stride, weight, out.data_ptr(), rows, heads, dim, eps
+        )
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        _same("x", x, "y", y)
+        out = _empty(x.shape)
+        _native.add(self._team, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def add_rms_norm(
+        self, residual_TH: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        _same("residual", residual_TH, "x", x_TH)
+        rows, dim = _matrix("x", x_TH)
+        weight = _norm_weight(weight_H, dim)
+        total, normed = _empty((rows, dim)), _empty((rows, dim))
+        _native.add_rms_norm(
+            self._team,
+            residual_TH.data_ptr(),
+            x_TH.data_ptr(),
+            weight,
+            total.data_ptr(),
+            normed.data_ptr(),
+            rows,
+            dim,
+            eps,
+        )
+        return total, normed
+
+    def rope(self, q_THD: Tensor, k_TGD: Tensor, positions_T: Tensor, cos_sin: RopeTable) -> None:
+        rows, heads, dim = q_THD.shape
+        k_rows, k_heads, k_dim = k_TGD.shape
+        if k_rows != rows or k_dim != dim:
+            raise ValueError(f"q is {tuple(q_THD.shape)} but k {tuple(k_TGD.shape)}")
+        table = cos_sin.cos_sin_PR
+        positions_max, rot = table.shape
+        if table.dtype is not _F32 or not table.is_contiguous():
+            raise ValueError("a rope table is float32 and contiguous")
+        _native.rope(
+            self._team,
+            q_THD.data_ptr(),
+            _row_stride("q", q_THD),
+            heads,
+            k_TGD.data_ptr(),
+            _row_stride("k", k_TGD),
+            k_heads,
+            rows,
+            dim,
+            _indices("positions", positions_T, rows),
+            table.data_ptr(),
+            positions_max,
+            rot,
+        )
+
+    def silu_mul(self, gate_up_TF2: Tensor) -> Tensor:
+        rows, both = _matrix("gate_up", gate_up_TF2)
+        if both % 2:
+            raise ValueError(f"gate_up has {both} columns, an odd number")
+        out = _empty((rows, both // 2))
+        _native.silu_mul(self._team, gate_up_TF2.data_ptr(), out.data_ptr(), rows, both // 2)
+        return out
+
+    def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None:
+        rows = k_TGD.shape[0]
+        slots = _indices("slots", slots_T, rows)
+        for x_TGD, pool in ((k_TGD, kv.k_PSHD), (v_TGD, kv.v_PSHD)):
+            shape = _pages(pool)
+            if x_TGD.shape != (rows, shape[2], shape[3]):
+                raise ValueError(f"rows of {tuple(x_TGD.shape)} do not fit pages of {shape[:4]}")
+            _native.kv_append(
+                self._team,
+                pool.dtype is _BF16,
+                x_TGD.data_ptr(),
+                _row_stride("k or v", x_TGD),
+                pool.data_ptr(),
+                shape,
+                slots,
+                rows,
+            )
+
+    def kv_gather(self, kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        rows = slots_T.shape[0]
+        slots = _indices("slots", slots_T, rows)
+        out = []
+        for pool in (kv.k_PSHD, kv.v_PSHD):
+            shape = _pages(pool)
+            gathered = _empty((rows, shape[2], shape[3]), dtype=pool.dtype)
+            _native.kv_gather(
+                self._team,
+                pool.dtype is _BF16,
+                pool.data_ptr(),
+                shape,
+                slots,
+                rows,
+                gathered.data_ptr(),
+            )
+            out.append(gathered)
+        return out[0], out[1]
+
+    def kv_move(self, kv: KvLayer, slots_from: Tensor, slots_to: Tensor) -> None:
+        rows = slots_from.shape[0]
+        start = _indices("slots_from", slots_from, rows)
+        end = _indices("slots_to", slots_to, rows)
+        for pool in (kv.k_PSHD, kv.v_PSHD):
+            shape = _pages(pool)
+            is_bf16 = pool.dtype is _BF16
+            _native.kv_move(self._team, is_bf16, pool.data_ptr(), shape, start, end, rows)
+
+    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
+        rows, heads, dim = q_THD.shape
+        k, v = kv.k_PSHD, kv.v_PSHD
+        if k.dtype is not v.dtype or k.shape[3] != dim:
+            raise ValueError(f"q of {tuple(q_THD.shape)}, pages of {tuple(k.shape)} {k.dtype}")
+        table = attend.page_table_NP
+        sequences, pages_max = table.shape
+        if table.dtype is not _I32 or not table.is_contiguous():
+            raise ValueError("a page table is int32 and contiguous")
+        out = _empty((rows, heads, dim))
+        _native.attention(
+            self._team,
+            q_THD.data_ptr(),
+            _row_stride("q", q_THD),
+            rows,
+            heads,
+            (k.dtype is _BF16, k.data_ptr(), v.data_ptr(), _pages(k), _pages(v)),
+            (
+                sequences,
+                _indices("row_start", attend.row_start_M, sequences + 1),
+                _indices("kv_len", attend.kv_len_N, sequences),
+                table.data_ptr(),
+                pages_max,
+            ),
+            scale,
+            out.data_ptr(),
+        )
+        return out
+
+
+def _weight_dtype(name: str, x: Tensor) -> torch.dtype:
+    if x.dtype is not _F32 and x.dtype is not _BF16:
+        raise ValueError(f"{name} is {x.dtype}: native kernels take float32 and bfloat16")
+    return x.dtype
+
+
+def _matrix(name: str, x: Tensor) -> torch.Size:
+    if x.dtype is not _F32 or x.dim() != 2 or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: wants contiguous "
+            "float32 rows"
+        )
+    return x.shape
+
+
+def _row_stride(name: str, x_THD: Tensor) -> int:
+    """Elements from a row to the next; what is inside a row must be contiguous."""
+    stride = x_THD.stride()
+    if x_THD.dtype is not _F32 or stride[2] != 1 or stride[1] != x_THD.shape[2]:
+        if x_THD.dtype is _F32 and x_THD.is_contiguous():  # dimensions of size 1 have any stride
+            return x_THD.shape[1] * x_THD.shape[2]
+        raise ValueError(
+            f"{name} is {x_THD.dtype} {tuple(x_THD.shape)} with strides {stride}: wants float32 "
+            "with contiguous heads"
+        )
+    return stride[0]
+
+
+def _same(x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
+    if x.shape != y.shape or x.dtype is not _F32 or y.dtype is not _F32:
+        raise ValueError(
+            f"{x_name} is {x.dtype} {tuple(x.shape)}, {y_name} {y.dtype} {tuple(y.shape)}: want "
+            "the same float32 shape"
+        )
+    if not (x.is_contiguous() and y.is_contiguous()):
+        raise ValueError(f"{x_name} or {y_name} is not contiguous")
+
+
+def _norm_weight(weight_H: Tensor, dim: int) -> int:
+    if weight_H.dtype is not _F32 or weight_H.shape != (dim,) or not weight_H.is_contiguous():
+        raise ValueError(
+            f"norm weight is {weight_H.dtype} {tuple(weight_H.shape)}: wants float32 ({dim},)"
+        )
+    return weight_H.data_ptr()
+
+
+def _indices(name: str, x: Tensor, n: int) -> int:
+    if x.dtype is not _I32 or x.shape != (n,) or not x.is_contiguous():
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: wants contiguous int32 ({n},)")
+    return x.data_ptr()
+
+
+def _pages(pool: Tensor) -> tuple[int, int, int, int, int]:
+    """Shape of the pages and the stride between them; a page itself must be contiguous."""
+    _weight_dtype("pages", pool)
+    pages, page_size, heads, dim = pool.shape
+    stride = pool.stride()
+    if stride[1:] != (heads * dim, dim, 1) and not pool.is_contiguous():
+        raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: not contiguous inside")
+    return pages, page_size, heads, dim, max(stride[0], page_size * heads * dim)

@@ -1,0 +1,57 @@
+#include "aserve/attention.h"
+
+#include "bind.h"
+
+namespace aserve {
+namespace {
+
+// Everything a kernel would otherwise read or write out of bounds.
+void check(const Attention& call, int64_t rows) {
+  require(call.k_shape.pages == call.v_shape.pages && call.k_shape.heads == call.v_shape.heads &&
+              call.k_shape.page_size == call.v_shape.page_size &&
+              call.k_shape.dim == call.v_shape.dim,
+          "k and v pages differ in shape");
+  require(call.heads % call.k_shape.heads == 0, "heads is not a multiple of kv_heads");
+  require(call.row_start[0] == 0, "row_start does not begin at 0");
+  require(call.row_start[call.sequences] == rows, "row_start does not end at the number of rows");
+  for (int64_t n = 0; n < call.sequences; ++n) {
+    const int64_t own = call.row_start[n + 1] - call.row_start[n];
+    require(own >= 0, "row_start decreases");
+    if (own == 0) continue;
+    require(call.kv_len[n] >= own, "kv_len is less than the rows of the sequence");
+    const int64_t pages = ceil_div(call.kv_len[n], call.k_shape.page_size);
+    require(pages <= call.pages_max, "kv_len is more than the page table holds");
+    require_range(call.page_table + n * call.pages_max, pages, call.k_shape.pages, "page");
+  }
+}
+
+// pool: (is_bf16, k, v, k_shape, v_shape); step: (sequences, row_start, kv_len, page_table,
+// pages_max).
+void run_attention(Team& team, Address q, int64_t q_stride, int64_t rows, int64_t heads,
+                   const py::tuple& pool, const py::tuple& step, float scale, Address out) {
+  Attention call{};
+  call.type = pool[0].cast<bool>() ? Type::bf16 : Type::f32;
+  call.k = at<const void>(pool[1].cast<Address>());
+  call.v = at<const void>(pool[2].cast<Address>());
+  call.k_shape = page_shape(pool[3].cast<py::tuple>());
+  call.v_shape = page_shape(pool[4].cast<py::tuple>());
+  call.heads = heads;
+  call.scale = scale;
+  call.q = at<const float>(q);
+  call.q_stride = q_stride;
+  call.out = at<float>(out);
+  call.sequences = step[0].cast<int64_t>();
+  call.row_start = at<const int32_t>(step[1].cast<Address>());
+  call.kv_len = at<const int32_t>(step[2].cast<Address>());
+  call.page_table = at<const int32_t>(step[3].cast<Address>());
+  call.pages_max = step[4].cast<int64_t>();
+  check(call, rows);
+  py::gil_scoped_release release;
+  attention(team, call);
+}
+
+}  // namespace
+
+void bind_attention(py::module_& module) { module.def("attention", &run_attention); }
+
+}  // namespace aserve

@@ -1,0 +1,27 @@
+#include "aserve/cpu.h"
+
+#include "bind.h"
+
+namespace aserve {
+
+void bind_cpu(py::module_& module) {
+  py::class_<Team>(module, "Team")
+      .def(py::init([](int threads) {
+             require(threads >= 1 && threads <= 1024, "a team has 1 to 1024 threads");
+             return std::make_unique<Team>(threads);
+           }),
+           py::arg("threads"))
+      .def_property_readonly("threads", &Team::threads);
+  module.def("level", [] { return level_name(level()); });
+  module.def("level_max", [] { return level_name(level_max()); });
+  module.def(
+      "set_level",
+      [](const std::string& name) {
+        Level wanted;
+        require(level_from_name(name.c_str(), &wanted), "a level is generic, avx2, avx512 or amx");
+        return level_name(set_level(wanted));
+      },
+      "Use no better than this level; answers the level now in force.");
+}
+
+}  // namespace aserve

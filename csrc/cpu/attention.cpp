@@ -1,0 +1,46 @@
+#include "aserve/attention.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+
+namespace aserve {
+namespace {
+
+// Enough lanes that a block of keys, once loaded, is used often; few enough to share out.
+constexpr int64_t lanes_task = 192;
+
+std::vector<AttentionTask> split(const Attention& call) {
+  const int64_t group = call.heads / call.k_shape.heads;
+  const int64_t rows_task = std::max<int64_t>(1, lanes_task / group);
+  std::vector<AttentionTask> tasks;
+  for (int64_t n = 0; n < call.sequences; ++n) {
+    const int64_t first = call.row_start[n], end = call.row_start[n + 1];
+    for (int64_t begin = first; begin < end; begin += rows_task) {
+      for (int64_t head = 0; head < call.k_shape.heads; ++head) {
+        const int64_t position = call.kv_len[n] - (end - begin);
+        tasks.push_back({&call, n, head, begin, std::min(begin + rows_task, end), position});
+      }
+    }
+  }
+  return tasks;
+}
+
+}  // namespace
+
+void attention(Team& team, const Attention& call) {
+  const std::vector<AttentionTask> tasks = split(call);
+  const Kernels& k = kernels();
+#if defined(__x86_64__)
+  if (level() == Level::amx && amx_attention_fits(call)) {
+    team.run(static_cast<int64_t>(tasks.size()),
+             [&](int64_t i) { amx_attention(tasks[static_cast<size_t>(i)]); });
+    return;
+  }
+#endif
+  team.run(static_cast<int64_t>(tasks.size()),
+           [&](int64_t i) { k.attention(tasks[static_cast<size_t>(i)]); });
+}
+
+}  // namespace aserve

@@ -1,0 +1,47 @@
+// The inner kernels of one level, chosen at run time. Private to csrc/cpu.
+#pragma once
+
+#include <cstdint>
+
+#include "aserve/attention.h"
+#include "aserve/cpu.h"
+#include "aserve/linear.h"
+#include "aserve/rows.h"
+
+namespace aserve {
+
+// What one task of attention works on: one sequence, one KV head, some of its query rows.
+struct AttentionTask {
+  const Attention* call;
+  int64_t sequence, kv_head;
+  int64_t row_begin, row_end;  // of q, absolute
+  int64_t position_begin;      // of row_begin
+};
+
+struct Kernels {
+  // y[rows, n_begin..n_end) for 16-wide blocks [block_begin, block_end) of the weight.
+  void (*linear)(const Weight&, const float* x, int64_t rows, int64_t block_begin,
+                 int64_t block_end, float* y);
+  // x -> x rounded to bfloat16 and widened again.
+  void (*round_bf16)(const float* x, int64_t n, float* y);
+  void (*attention)(const AttentionTask&);
+  void (*norm)(const Norm&, int64_t row_begin, int64_t row_end);
+  void (*rope)(const Rope&, int64_t row_begin, int64_t row_end);
+  void (*add)(const float* x, const float* y, float* out, int64_t n);
+  void (*silu_mul)(const float* gate_up, float* out, int64_t rows, int64_t dim);
+  void (*narrow)(const float* x, int64_t n, uint16_t* y);
+  void (*widen)(const uint16_t* x, int64_t n, float* y);
+};
+
+extern const Kernels kernels_generic;
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+
+const Kernels& kernels();
+
+// AMX, for bfloat16 only.
+void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y);
+bool amx_attention_fits(const Attention& call);
+void amx_attention(const AttentionTask& task);
+
+}  // namespace aserve
