@@ -23,7 +23,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Every choice, and choice 0 under its own names. `usage` counts all choices, the prompt once."""
+    """Every choice, and choice 0 under its own names. `usage` counts the prompt once."""
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[CompletionChoice, ...]

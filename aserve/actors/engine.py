@@ -1,9 +1,10 @@
 """The engine: a model that answers requests, held in an `async with` under trio."""
 
 import itertools
+import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -16,7 +17,7 @@ from aserve.actors.compute import open_compute_thread
 from aserve.actors.generation import Generation, Stream
 from aserve.actors.launch import ServiceNursery, run_guarded
 from aserve.actors.leader import Leader
-from aserve.actors.loading import Loaded, load
+from aserve.actors.loading import Loaded, Progress, load
 from aserve.actors.metrics import EngineStatistics
 from aserve.actors.prompt import Prompt, PromptReader
 from aserve.actors.rank import run_rank
@@ -32,12 +33,10 @@ from aserve.core.settings import merge
 from aserve.errors import ConfigError, RequestError
 from aserve.planes.hidden import OnlyStage
 from aserve.planes.request import open_request_plane
-from aserve.text.grammar import check as check_grammar
+from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer
 
 GRAMMARS_MAX = 256
-
-Progress = Callable[[int, int, str], None]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -78,6 +77,7 @@ class Engine:
         self._facts = Facts(self.context_len, self.vocab_size, config.limits)
         self._reader = PromptReader(self.tokenizer, self._facts)
         self._leader = leader
+        self._compilers = trio.CapacityLimiter(2)
         self._grammars: dict[bytes, Grammar] = {}  # checked, by their JSON
         self._seqs = itertools.count(1)
         self._requests: dict[str, tuple[int, ...]] = {}
@@ -99,18 +99,40 @@ class Engine:
         Raises RequestError. Not required before `submit`, which then does them itself.
         """
         check_params(params, self._facts)
-        if params.structured_outputs is not None:
-            await trio.to_thread.run_sync(self._grammar, params.structured_outputs)
         await trio.lowlevel.checkpoint()
+        structured = params.structured_outputs
+        if structured is None:
+            return
+        limit_s = self.config.limits.grammar_compile_s
+        with trio.move_on_after(limit_s):
+            checked = await trio.to_thread.run_sync(
+                self._compiled, structured, abandon_on_cancel=True, limiter=self._compilers
+            )
+            self._remember(structured, checked)
+            return
+        raise refused("structured_outputs", f"took longer than {limit_s:g} s to compile")
 
-    def _grammar(self, structured: StructuredOutput) -> Grammar:
-        key = msgspec.json.encode(structured)
-        found = self._grammars.get(key)
+    def _compiled(self, structured: StructuredOutput) -> Grammar:
+        """Checked, and left where the rank's own compiling finds it."""
+        checked = grammar.check(structured, self.config.limits)
+        grammar.compile(checked, self.tokenizer, self.vocab_size)
+        return checked
+
+    def _remember(self, structured: StructuredOutput, checked: Grammar) -> None:
+        if len(self._grammars) >= GRAMMARS_MAX:
+            self._grammars.pop(next(iter(self._grammars)))
+        self._grammars[msgspec.json.encode(structured)] = checked
+
+    def _grammar(self, structured: StructuredOutput | None) -> Grammar | None:
+        if structured is None:
+            return None
+        try:
+            found = self._grammars.get(msgspec.json.encode(structured))
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            found = None  # not JSON: checking it says what is wrong
         if found is None:
-            found = check_grammar(structured, self.config.limits)
-            if len(self._grammars) >= GRAMMARS_MAX:
-                self._grammars.pop(next(iter(self._grammars)), None)
-            self._grammars[key] = found
+            found = grammar.check(structured, self.config.limits)
+            self._remember(structured, found)
         return found
 
     def submit(
@@ -124,8 +146,7 @@ class Engine:
         """Queue a request: text, token ids, or chat messages (with `tools` for their template).
 
         Raises RequestError: 400 with the `param` at fault, 429 when the queue is full, 503 when
-        the engine is closing or broken. Never waits: a grammar not yet compiled is compiled in
-        the background, and what it refuses comes as the error of a delta.
+        the engine is closing or broken.
         """
         self._check_open()
         params = SamplingParams() if params is None else params
@@ -159,14 +180,13 @@ class Engine:
             template_kwargs=options.get("chat_template_kwargs"),
         )
         max_tokens = check_prompt(tokens, params, self._facts)
-        structured = params.structured_outputs
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return Ask(
             tokens=tokens,
             max_tokens=max_tokens,
             params=params,
             seed=seed,
-            grammar=None if structured is None else self._grammar(structured),
+            grammar=self._grammar(params.structured_outputs),
             priority=check_priority(options.get("priority", 0)),
             cache_salt=options.get("cache_salt", ""),
         )
@@ -224,7 +244,7 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     config: Config | None = None,
     progress: Progress | None = None,
@@ -238,30 +258,49 @@ async def open_engine(
     ConfigError (ModelError for the model's own faults). Leaving the block aborts what still runs.
     """
     config = settled(model, config, overrides)
-    async with (
-        open_compute_thread() as compute,
-        open_request_plane() as (leader_end, follower_end),
-    ):
+    async with open_compute_thread() as compute:
         loaded = await load(config, compute, progress)
+        async with run_engine(config, loaded, compute) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def run_engine(
+    config: Config, loaded: Loaded, compute: Callable[..., Awaitable[Any]]
+) -> AsyncIterator[Engine]:
+    """The engine over a model that is already there, whose steps go through `compute`."""
+    async with (
+        open_request_plane() as (leader_end, follower_end),
+        ServiceNursery() as nursery,
+    ):
         planner = Planner(config.schedule, loaded.cache, context_len=loaded.context_len)
         leader = Leader(planner, leader_end)
         engine = Engine(config, loaded, leader)
         rank = partial(run_rank, loaded.runner, follower_end, OnlyStage(), compute)
-        async with ServiceNursery() as nursery:
-            nursery.start_soon(run_guarded, "rank 0", rank, leader.fail)
-            nursery.start_soon(run_guarded, "the planner's loop", leader.run, leader.fail)
-            try:
-                yield engine
-            finally:
-                engine.close()
+        nursery.start_soon(run_guarded, "rank 0", rank, leader.fail)
+        nursery.start_soon(run_guarded, "the planner's loop", leader.run, leader.fail)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
-def settled(model: str | None, config: Config | None, overrides: Mapping[str, Any]) -> Config:
+def settled(
+    model: str | os.PathLike[str] | None, config: Config | None, overrides: Mapping[str, Any]
+) -> Config:
     """One configuration out of all that was given. Raises ConfigError with every finding."""
-    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    table: dict[str, dict[str, Any]] = {}
+    texts: dict[str, str] = {}
+    for name, value in overrides.items():
+        key = name.replace("__", ".")
+        section, _, field = key.partition(".")
+        if isinstance(value, str) or not field:
+            texts[key] = str(value)
+        else:
+            table.setdefault(section, {})[field] = value
     if model is not None:
-        dotted["model.path"] = model
-    config = merge(config or Config(), {}, {name: str(value) for name, value in dotted.items()})
-    if findings := explain(config):
+        texts["model.path"] = os.fspath(model)
+    settled = merge(config or Config(), table, texts)
+    if findings := explain(settled):
         raise ConfigError(str(finding) for finding in findings)
-    return config
+    return settled

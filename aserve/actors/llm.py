@@ -1,5 +1,6 @@
 """The engine for plain Python: no async in sight, safe in threads, notebooks and at exit."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -30,7 +31,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         config: Config | None = None,
         progress: Progress | None = None,
@@ -138,7 +139,7 @@ async def submit_when_room(
     engine: Engine, prompt: Prompt, params: SamplingParams | None, options: RequestOptions
 ) -> Generation:
     """Submit; while the queue is full, wait for it to move."""
-    await trio.lowlevel.checkpoint()
+    await engine.check(params or SamplingParams())
     while True:
         try:
             return engine.submit(prompt, params, **options)

@@ -1,8 +1,10 @@
 """One pool of pages for each region the model declares. Knows sizes and dtypes, never sequences."""
 
 import os
+import pathlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from aserve.core.config import Cache
@@ -10,8 +12,59 @@ from aserve.errors import ConfigError
 from aserve.models.regions import Region
 from aserve.tensor.ops import KvLayer
 
-KV_SHARE = 0.3  # of the memory that is free at start; the rest is for weights' copies and peaks
+MEMORY_SHARE = 0.4  # of what is free once the weights are in memory
+PAGES_MIN = 2
 
 
-def page_bytes(regions: Sequence[Region], page_size: int) -> int:
-    return sum(len(region.layers) * region.item_bytes * page_size for region in regions)
+class KvStore:
+    """`layers[i]` is layer i's view into its region's pool; memory is touched as pages are used."""
+
+    def __init__(self, regions: Sequence[Region], page_size: int, pages_total: int) -> None:
+        self.nbytes = 0
+        layers: dict[int, KvLayer] = {}
+        for region in regions:
+            assert region.per == "token", region
+            shape = (len(region.layers), 2, pages_total, page_size, region.heads, region.head_dim)
+            pool_bytes = len(region.layers) * region.item_bytes * page_size * pages_total
+            # numpy asks for zeroed memory that costs nothing until it is written.
+            pool = torch.from_numpy(np.zeros(pool_bytes, dtype=np.uint8)).view(region.dtype)
+            for layer, (keys, values) in zip(region.layers, pool.view(shape), strict=True):
+                layers[layer] = KvLayer(keys, values)
+            self.nbytes += pool_bytes
+        self.layers = [layers[layer] for layer in sorted(layers)]
+
+
+def pages_for(regions: Sequence[Region], cache: Cache, *, tokens_max: int) -> int:
+    """How many pages to make: `cache.kv_tokens`, or a bounded share of the free memory.
+
+    `tokens_max` is what all sequences that may run at once can ever fill.
+    """
+    page_bytes = cache.page_size * sum(len(region.layers) * region.item_bytes for region in regions)
+    if cache.kv_tokens is not None:
+        pages = -(-cache.kv_tokens // cache.page_size)
+        asked = f"cache.kv_tokens {cache.kv_tokens}"
+    else:
+        budget = min(cache.kv_mib_max << 20, int(memory_free_bytes() * MEMORY_SHARE))
+        pages = min(budget // page_bytes, -(-tokens_max // cache.page_size))
+        asked = f"cache.kv_mib_max {cache.kv_mib_max} and the free memory"
+    if pages < PAGES_MIN:
+        raise ConfigError(
+            f"{asked} allow {pages} pages of {page_bytes} bytes; at least {PAGES_MIN} are needed"
+        )
+    return pages
+
+
+def memory_free_bytes() -> int:
+    """What this process may still take: of the machine, or of its control group if that is less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = (group / "memory.current").read_text().strip()
+    except OSError:
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
