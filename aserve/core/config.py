@@ -73,6 +73,9 @@ class Server(Struct, frozen=True):
     drain_s: float = 20.0
     write_s: float = 30.0  # a client that reads nothing for this long is cut off
     request_s: float = 600.0
+    read_s: float = 30.0  # a request body must have come within this
+    keep_alive_s: float = 75.0  # an idle connection is kept this long
+    connections_max: int = 1024
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
 

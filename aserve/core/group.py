@@ -73,18 +73,24 @@ class Group:
         return page
 
     def store(self, sequence: Sequence, n_pages: int) -> None:
-        """Put its first `n_pages` pages, all computed, into the tree."""
+        """Put a running sequence's first `n_pages` pages, all computed, into the tree.
+
+        If the tree has the next one from elsewhere, the sequence stores nothing more until it
+        leaves: were it to lock that copy beside its own, it might outgrow the pool.
+        """
         start, size = sequence.cached_pages, self.page_size
         if n_pages > start:
+            node = sequence.node
+            assert node is not None, sequence.seq
             assert n_pages * size <= sequence.kv_len, sequence.seq
-            assert sequence.node is not None, sequence.seq
-            sequence.node, duplicates = self.tree.extend(
-                sequence.node,
-                sequence.tokens[start * size : n_pages * size],
-                sequence.pages[start:n_pages],
-            )
-            sequence.duplicates += duplicates
-            sequence.cached_pages = n_pages
+            tokens = sequence.tokens[start * size : n_pages * size]
+            if self.tree.has(node, tokens):
+                sequence.promised_pages = start
+            else:
+                pages = sequence.pages[start:n_pages]
+                sequence.node, duplicates = self.tree.extend(node, tokens, pages)
+                sequence.cached_pages = n_pages
+                assert not duplicates, sequence.seq
         if sequence.cached_pages >= sequence.promised_pages:
             self.prefilling.pop(sequence.seq, None)
 
@@ -105,17 +111,21 @@ class Group:
 
     def release(self, sequence: Sequence, keep: bool) -> None:
         """Give back all its pages; `keep` leaves the computed full ones in the tree."""
-        assert sequence.node is not None, sequence.seq
+        node = sequence.node
+        assert node is not None, sequence.seq
+        start, end, size = sequence.cached_pages, 0, self.page_size
         if keep and self.prefix_cache:
-            self.store(sequence, sequence.kv_len // self.page_size)
-        for page in sequence.duplicates:
+            end = sequence.kv_len // size
+        surplus = sequence.pages[max(start, end) :]
+        if end > start:
+            tokens, pages = sequence.tokens[start * size : end * size], sequence.pages[start:end]
+            node, duplicates = self.tree.extend(node, tokens, pages)
+            surplus += duplicates
+        for page in reversed(surplus):
             self.pool.give_back(page)
-        for page in reversed(sequence.pages[sequence.cached_pages :]):
-            self.pool.give_back(page)
-        self.tree.unlock(sequence.node)
+        self.tree.unlock(node)
         sequence.node = None
         sequence.pages = []
-        sequence.duplicates = []
         sequence.cached_pages = 0
         sequence.promised_pages = 0
         sequence.kv_len = 0
@@ -135,7 +145,6 @@ class Group:
         owned: list[int] = []
         for sequence in (*self.running.values(), *self.leaving.values()):
             assert len(sequence.pages) == len(dict.fromkeys(sequence.pages)), sequence.seq
-            owned += sequence.duplicates
             owned += sequence.pages[sequence.cached_pages :]
             node = sequence.node
             assert node is not None, sequence.seq

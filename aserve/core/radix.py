@@ -95,13 +95,17 @@ class RadixTree:
                     del self._roots[at.salt]
             at = at.parent
 
+    def has(self, node: Node, tokens: Sequence[int]) -> bool:
+        """Whether the page of the first `tokens` stands below `node`; if not, none after does."""
+        return tuple(tokens[: self._page_size]) in node.children
+
     def extend(
         self, node: Node, tokens: Sequence[int], pages: Sequence[int]
     ) -> tuple[Node, list[int]]:
         """Store `pages` (owned, full) of `tokens` below `node`, whose path the caller has locked.
 
         The caller's lock is carried on to the node returned. Pages that the tree already had are
-        returned: they stay the caller's own, with the same content as the tree's.
+        returned: they stay the caller's own, to free, as their content is the tree's.
         """
         assert node.locks > 0
         assert len(tokens) == len(pages) * self._page_size, (len(tokens), len(pages))

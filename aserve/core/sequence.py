@@ -33,16 +33,14 @@ class Sequence:
         [0, kv_len)             has KV: [0, cached_pages * page_size) is also in the tree
         [kv_len, len(tokens))   known, not computed: the work, followed by the draft
 
-    `pages` is the page table; its first `cached_pages` stand in the tree under `node`, which is
-    locked, except `duplicates`, own copies of what the tree already had. `promised_pages` will be
-    in the tree when the prefill is over.
+    `pages` is the page table; its first `cached_pages` are the tree's, down to `node`, which is
+    locked; the others are its own. `promised_pages` are to be in the tree after the prefill.
     """
 
     __slots__ = (
         "cached_len",
         "cached_pages",
         "draft",
-        "duplicates",
         "group",
         "in_flight",
         "kv_len",
@@ -79,7 +77,6 @@ class Sequence:
         self.pages: list[int] = []
         self.node: Node | None = None
         self.cached_pages = 0
-        self.duplicates: list[int] = []
         self.promised_pages = 0
         self.group = -1
         self.microbatch = -1

@@ -54,6 +54,8 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "server.port": (0, 65535, "port to listen on; 0 takes a free one"),
     "server.api_key": (None, None, "clients must send it as a bearer token"),
     "server.drain_s": (0.0, SECONDS_MAX, "time for running requests after SIGTERM"),
+    "server.read_s": (0.001, SECONDS_MAX, "a request's body must have come within this"),
+    "server.connections_max": (1, 1 << 20, "open connections; beyond it clients get 503"),
     "server.write_s": (0.001, SECONDS_MAX, "a client that reads nothing this long is cut off"),
     "server.request_s": (0.001, SECONDS_MAX, "longest life of a request"),
     "server.log_level": (None, None, "least severe lines to log"),

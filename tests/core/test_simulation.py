@@ -1,0 +1,107 @@
+"""Random loads on the planner, against an oracle that has never heard of pages."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aserve.core.message import Sampling
+from aserve.core.request import Request
+from aserve.errors import RequestError
+from tests.core.deployment import VOCAB, Deployment
+
+
+def random_deployment(random: Random) -> Deployment:
+    groups, page_size = random.choice([1, 1, 2, 3]), random.choice([1, 2, 4, 5])
+    return Deployment(
+        page_size=page_size,
+        pages_total=random.randint(6, 40) if page_size > 1 else random.randint(20, 80),
+        groups=groups,
+        in_flight_max=random.choice([1, 1, 2, 3]),
+        step_tokens=groups * page_size * random.randint(1, 6),
+        running_max=random.randint(1, 12),
+        waiting_max=random.choice([3, 1000]),
+        prefix_cache=random.random() < 0.8,
+    )
+
+
+def random_request(random: Random, seq: int, len_max: int, prefixes: list[list[int]]) -> Request:
+    tokens = list(random.choice(prefixes))[: random.randint(0, 30)]
+    tokens += [random.randrange(VOCAB) for _ in range(random.randint(1, 8))]
+    tokens = tokens[: len_max - 1]
+    sampling = Sampling(
+        seed=random.randrange(3),
+        min_tokens=random.choice([0, 0, 5]),
+        stop_ids=tuple(random.sample(range(VOCAB), random.choice([0, 1, 4]))),
+        logprobs=random.choice([-1, 0]),
+        prompt_logprobs=random.choice([-1, -1, 0]),
+    )
+    return Request(
+        seq,
+        tuple(tokens),
+        random.randint(1, max(1, min(25, len_max - len(tokens)))),
+        sampling,
+        random.choice([0, 0, -1, 1]),
+        random.choice(["", "", "tenant"]),
+    )
+
+
+def run(random: Random) -> Deployment:
+    deployment = random_deployment(random)
+    prefixes = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(2)]
+    seq = 0
+    for _ in range(random.randint(5, 80)):
+        event = random.random()
+        if event < 0.35:
+            len_max = deployment.planner.request_len_max
+            request = random_request(random, seq, len_max, prefixes)
+            for choice in range(random.choice([1, 1, 3])):
+                try:
+                    deployment.add(
+                        Request(
+                            seq + choice,
+                            request.tokens,
+                            request.max_tokens,
+                            request.sampling,
+                            request.priority,
+                            request.cache_salt,
+                        )
+                    )
+                except RequestError as error:
+                    assert error.status == 429, str(error)
+            seq += 3
+        elif event < 0.45 and seq:
+            deployment.finish(random.randrange(seq), random.choice(["abort", "stop", "error"]))
+        elif event < 0.47:
+            deployment.planner.flush_cache()
+        elif event < 0.75 or not deployment.reports:
+            deployment.plan_one()
+        else:
+            deployment.report_one()
+    deployment.pump()
+    return deployment
+
+
+def check(deployment: Deployment) -> None:
+    for seq, request in deployment.requests.items():
+        outputs = [output for output in deployment.outputs if output.seq == seq]
+        logprobs = [entry.token for output in outputs for entry in output.logprobs]
+        assert logprobs == (deployment.texts[seq] if request.sampling.logprobs >= 0 else [])
+        prompt = [entry.token for output in outputs for entry in output.prompt_logprobs]
+        if request.sampling.prompt_logprobs >= 0 and deployment.texts[seq]:
+            assert prompt == list(request.tokens[1:])
+        if deployment.ends[seq].finish_reason in ("abort", "error"):
+            del deployment.texts[seq]
+    for seq in list(deployment.requests):
+        if seq not in deployment.texts:
+            del deployment.requests[seq]
+    deployment.check_idle()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+@pytest.mark.slow
+def test_any_load_gives_the_oracles_text_and_leaves_nothing_behind(seed: int) -> None:
+    deployment = run(Random(seed))
+    check(deployment)
