@@ -1,0 +1,105 @@
+"""Reading a request body: bounded in bytes, in time and in depth before anything parses it."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+import trio
+from starlette.types import Receive, Scope
+
+from aserve.api.refusal import wrong_field
+from aserve.errors import RequestError
+
+T = TypeVar("T")
+DEPTH_MAX = 96
+THREAD_BYTES = 1 << 17  # beyond this a scan would hold up the streams of others for over ~1 ms
+NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
+QUOTED = re.compile(rb'"[^"]*"')
+
+
+class ClientGone(Exception):
+    """The client hung up before it had sent its whole request; nobody is left to answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, bytes_max: int, limit_s: float) -> bytes:
+    """The whole body; 413 beyond `bytes_max`, 408 if it has not come within `limit_s`."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > bytes_max:
+        raise _too_large(bytes_max)
+    body = bytearray()
+    with trio.move_on_after(limit_s):
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > bytes_max:
+                raise _too_large(bytes_max)
+            if not message.get("more_body", False):
+                return bytes(body)
+    raise RequestError(f"The request body did not arrive within {limit_s:g} s.", status=408)
+
+
+def check_json_type(scope: Scope) -> None:
+    """415 unless the body is declared as JSON or not declared at all."""
+    declared = header(scope, b"content-type")
+    if declared is None:
+        return
+    kind = declared.split(b";")[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        raise RequestError(
+            f"Content-Type is {kind.decode('latin1')!r}; this route reads application/json.",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+async def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """`body` as the decoder's type; every way of being wrong is a RequestError(400)."""
+    if len(body) > THREAD_BYTES:
+        return await trio.to_thread.run_sync(decode, body, decoder)
+    return decode(body, decoder)
+
+
+def decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    if not body.strip():
+        raise RequestError("The request has no body; send a JSON object.", code="invalid_json")
+    check_depth(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise wrong_field(error) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
+
+
+def check_depth(body: bytes, depth_max: int = DEPTH_MAX) -> None:
+    """400 for JSON nested deeper than `depth_max`, in a few linear passes and without recursion."""
+    if body.count(b"[") + body.count(b"{") <= depth_max:
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = QUOTED.sub(b"", plain.translate(None, NOT_BRACKETS))
+    for _ in range(depth_max):
+        # One pass takes away the innermost level everywhere, so passes bound the depth.
+        before = len(brackets)
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if len(brackets) in (0, before):
+            break
+    if brackets:
+        raise RequestError(
+            f"The JSON nests deeper than {depth_max} levels or its brackets do not match.",
+            code="invalid_json",
+        )
+
+
+def _too_large(bytes_max: int) -> RequestError:
+    return RequestError(
+        f"The request body is larger than {bytes_max} bytes.", status=413, code="body_too_large"
+    )

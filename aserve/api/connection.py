@@ -1,0 +1,254 @@
+"""One client's connection: Hypercorn's HTTP/1.1 with the faults that hurt a model server cured.
+
+Hypercorn shields its writes without a deadline, lets a full inbox block whoever closes it, and
+resets a connection whose request was not read to its end. HTTP/2 and websockets are not spoken: a
+flow-controlled stream nobody reads would escape the write deadline.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import h11
+import trio
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Request
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.typing import ConnectionState, LifespanState
+from hypercorn.utils import parse_socket_addr
+from starlette.types import ASGIApp, Message, Scope
+
+from aserve.api.refusal import error_json
+from aserve.errors import RequestError
+
+logger = logging.getLogger("aserve.http")
+INBOX_LEN_MAX = 4
+HEADERS_S = 10.0
+LINGER_S = 2.0
+
+
+class Inbox:
+    """What the client sent, for the one task that answers; never blocks for a task that is done."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self._changed = trio.Event()
+        self._gone = False
+        self._closed = False
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def put(self, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            self._gone = True
+            self._messages.clear()
+            self._notify()
+            return
+        while len(self._messages) >= INBOX_LEN_MAX and not self._closed:
+            await self._changed.wait()
+        if not self._closed:
+            self._messages.append(message)
+            self._notify()
+
+    async def get(self) -> Message:
+        while not self._messages:
+            if self._gone:
+                return {"type": "http.disconnect"}
+            await self._changed.wait()
+        message = self._messages.popleft()
+        if len(self._messages) == INBOX_LEN_MAX - 1:
+            self._notify()
+        return message
+
+    def close(self) -> None:
+        """Nobody will read any more: what still comes is dropped."""
+        self._closed = True
+        self._messages.clear()
+        self._notify()
+
+
+class Tasks(TaskGroup):
+    """Hypercorn's task group with our inbox between a connection and the application."""
+
+    async def spawn_app(
+        self, app: Any, config: Any, scope: Any, send: Callable[[Any], Awaitable[None]]
+    ) -> Callable[[Any], Awaitable[None]]:
+        inbox = Inbox()
+        self.spawn(_run_app, app, scope, inbox, send)
+        return inbox.put
+
+
+async def _run_app(
+    app: ASGIApp, scope: Scope, inbox: Inbox, send: Callable[[Any], Awaitable[None]]
+) -> None:
+    async def send_and_close(message: Any) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            inbox.close()
+        await send(message)
+
+    try:
+        await app(scope, inbox.get, send_and_close)
+    finally:
+        inbox.close()
+        await send(None)
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 only, with a JSON body in the errors of the protocol itself."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        """An offer to speak something else is ignored, as RFC 9110 7.8 allows."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        stream = HTTPStream(
+            self.app,
+            self.config,
+            self.context,
+            self.task_group,
+            self.ssl,
+            self.client,
+            self.server,
+            self.stream_send,
+            STREAM_ID,
+        )
+        self.stream = stream
+        self.keep_alive_requests += 1
+        await stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method=request.method.decode("ascii").upper(),
+                raw_path=request.target,
+                state=self.connection_state,
+            )
+        )
+
+    async def _send_error_response(self, status_code: int) -> None:
+        body = error_json(RequestError("This is not a valid HTTP/1.1 request.", status=status_code))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        fields = list(chain(headers, self.config.response_headers("h11")))
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=fields))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+class Connection(TCPServer):
+    """Reads, writes and ends one client's socket; every write has a deadline."""
+
+    stream: trio.SocketStream  # type: ignore[assignment]
+    protocol: Protocol  # type: ignore[assignment]
+
+    def __init__(
+        self, app: Any, config: Any, context: Any, stream: trio.SocketStream, *, write_s: float
+    ) -> None:
+        super().__init__(app, config, context, LifespanState(), cast(Any, stream))
+        self._write_s = write_s
+        self._writing = trio.CancelScope()
+        self._reading = trio.CancelScope()
+        self._closing = False
+        self._answered = False
+        self._cut = False
+
+    async def run(self) -> None:
+        socket = self.stream.socket
+        try:
+            client = parse_socket_addr(socket.family, socket.getpeername())
+            server = parse_socket_addr(socket.family, socket.getsockname())
+            async with Tasks() as tasks:
+                self._task_group = tasks
+                self.protocol = Protocol(
+                    self.app,
+                    self.config,
+                    self.context,
+                    tasks,
+                    ConnectionState(self.state),
+                    False,
+                    client,
+                    server,
+                    self.protocol_send,
+                )
+                await self.idle_task.restart(tasks, partial(self._wait_idle, HEADERS_S))
+                await self._read_data()
+                await self.idle_task.stop()
+        except OSError:
+            pass  # the client is gone, which is its right
+        finally:
+            await trio.aclose_forcefully(self.stream)
+
+    def cut(self) -> None:
+        """Shutdown is over time: a write may now be cancelled with everything else."""
+        self._cut = True
+        self._writing.shield = False
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        elif isinstance(event, Closed):
+            await self._close()
+            await self.protocol.handle(Closed())
+        elif isinstance(event, Updated) and not self._closing:
+            if event.idle:
+                idle = partial(self._wait_idle, self.config.keep_alive_timeout)
+                await self.idle_task.restart(self._task_group, idle)
+            else:
+                await self.idle_task.stop()
+
+    async def _write(self, data: bytes) -> None:
+        """A write cut short would leave half a frame, so it is shielded, but not for ever."""
+        async with self.send_lock:
+            try:
+                with trio.move_on_after(self._write_s, shield=not self._cut) as self._writing:
+                    await self.stream.send_all(data)
+                    return
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            if self._writing.cancelled_caught:
+                logger.info("client read nothing for %g s: cut off", self._write_s)
+            await trio.aclose_forcefully(self.stream)
+        await self.protocol.handle(Closed())
+
+    async def _read_data(self) -> None:
+        with self._reading:
+            while True:
+                try:
+                    data = await self.stream.receive_some(MAX_RECV)
+                except (trio.ClosedResourceError, trio.BrokenResourceError):
+                    break
+                if not self._closing:
+                    await self.protocol.handle(RawData(bytes(data)))
+                if not data:
+                    break
+        await self.protocol.handle(Closed())
+
+    async def _close(self) -> None:
+        """Say that no more comes, then read on a little: closing a socket with unread bytes
+        resets it, and the client would lose the answer that told it to stop."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            await self.stream.send_eof()
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+            await trio.aclose_forcefully(self.stream)
+        self._reading.deadline = trio.current_time() + LINGER_S
+
+    async def _wait_idle(self, limit_s: float) -> None:
+        """End a connection that sends no whole request head for `limit_s`, or at shutdown."""
+        with trio.move_on_after(limit_s):
+            await self.context.terminated.wait()
+        with trio.CancelScope(shield=True):
+            await self.protocol.handle(Closed())
+            await trio.aclose_forcefully(self.stream)

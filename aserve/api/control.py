@@ -1,0 +1,138 @@
+"""The routes around generation: models, tokenizer, health, aborting, and what is refused."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import aserve
+from aserve.api.body import check_json_type, decode_body, read_body
+from aserve.api.logprobs import TokenNames
+from aserve.api.prompts import Chat
+from aserve.api.protocol import abort_decoder, detokenize_decoder, tokenize_decoder
+from aserve.api.service import Service
+from aserve.errors import RequestError
+
+T = TypeVar("T")
+
+
+def answer(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Control:
+    """Handlers bound to one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, _request: Request) -> Response:
+        """Alive: also while the model loads; not once the engine has died."""
+        failure = self._service.failure
+        if failure is not None:
+            return answer({"status": "failed", "reason": failure}, 503)
+        return answer({"status": "alive"})
+
+    async def ready(self, _request: Request) -> Response:
+        if self._service.ready:
+            return answer({"status": "ready"})
+        response = answer({"status": self._service.phase}, 503)
+        response.headers["retry-after"] = "1"
+        return response
+
+    async def version(self, _request: Request) -> Response:
+        return answer({"version": aserve.__version__})
+
+    async def models(self, _request: Request) -> Response:
+        return answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["model_id"])
+        return answer(self._model())
+
+    def _model(self) -> dict[str, object]:
+        engine = self._service.engine
+        return {
+            "id": engine.model_name,
+            "object": "model",
+            "created": engine.created,
+            "owned_by": "aserve",
+            "max_model_len": engine.context_len,
+        }
+
+    async def _decode(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> T:
+        config = self._service.config
+        self._service.check_open()
+        check_json_type(request.scope)
+        bytes_max = config.limits.body_bytes_max
+        body = await read_body(request.scope, request.receive, bytes_max, config.server.read_s)
+        return await decode_body(body, decoder)
+
+    async def tokenize(self, request: Request) -> Response:
+        """vLLM's `/tokenize`."""
+        asked = await self._decode(request, tokenize_decoder)
+        engine = self._service.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RequestError("Send either prompt or messages.", param="prompt")
+        tokens: Sequence[int]
+        if asked.prompt is not None:
+            special = asked.add_special_tokens is not False
+            tokens = await self._service.prompts.text(asked.prompt, special=special)
+        else:
+            chat = Chat(
+                asked.messages or (),
+                asked.tools,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                template_kwargs=asked.chat_template_kwargs,
+            )
+            tokens = await self._service.prompts.chat(chat)
+        names = TokenNames(engine.tokenizer)
+        return answer(
+            {
+                "count": len(tokens),
+                "max_model_len": engine.context_len,
+                "tokens": tokens,
+                "token_strs": [names.name(token) for token in tokens]
+                if asked.return_token_strs
+                else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._decode(request, detokenize_decoder)
+        engine = self._service.check_model(asked.model)
+        for token in asked.tokens:
+            if token >= engine.vocab_size:
+                raise RequestError(
+                    f"tokens holds {token}, beyond the vocabulary of {engine.vocab_size}",
+                    param="tokens",
+                )
+        return answer({"prompt": engine.tokenizer.decode(asked.tokens)})
+
+    async def abort(self, request: Request) -> Response:
+        """Ends every generation of a request id (`X-Request-Id`) or a response id."""
+        asked = await self._decode(request, abort_decoder)
+        engine = self._service.engine
+        aborted = [name for name in self._service.ids_of(asked.request_id) if engine.abort(name)]
+        if not aborted:
+            raise RequestError(
+                "No request in progress has this id.",
+                status=404,
+                param="request_id",
+                code="request_not_found",
+            )
+        return answer({"aborted": aborted})
+
+    async def flush_cache(self, _request: Request) -> Response:
+        return answer({"flushed": self._service.check_open().flush_cache()})
+
+    async def embeddings(self, _request: Request) -> Response:
+        engine = self._service.engine
+        raise RequestError(
+            f"The model {engine.model_name!r} generates text; it has no embeddings.",
+            param="model",
+            code="unsupported_model",
+        )

@@ -1,0 +1,104 @@
+"""Prompts to token ids, off the event loop when they are long enough to hold up other streams."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import trio
+
+from aserve.actors.engine import Engine
+from aserve.actors.prompt import PromptReader
+from aserve.actors.validate import Facts
+from aserve.api.messages import plain_messages, plain_tools, teach_tools
+from aserve.api.protocol import Message, Tool
+from aserve.errors import RequestError
+
+INLINE_CHARS = 4096  # about a millisecond of tokenising
+RESERVED = ("add_generation_prompt", "continue_final_message", "messages", "tools", "chat_template")
+Tokens = Sequence[int]
+
+
+class Chat:
+    """The parts of a chat request that make its prompt."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        self.messages = plain_messages(messages)
+        self.tools = plain_tools(tools)
+        self.continued = bool(continue_final_message)
+        if self.continued and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+        if self.continued and not self.messages[-1]["content"].strip():
+            raise RequestError(
+                "continue_final_message needs a last message with content to continue.",
+                param="continue_final_message",
+            )
+        opens = not self.continued if add_generation_prompt is None else add_generation_prompt
+        self.template_kwargs = {**_free(template_kwargs), "add_generation_prompt": opens}
+
+    @property
+    def size(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+
+def _free(template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    for name in template_kwargs or ():
+        if name in RESERVED:
+            raise RequestError(
+                f"chat_template_kwargs may not set {name}; use the request's own field.",
+                param="chat_template_kwargs",
+            )
+    return template_kwargs or {}
+
+
+class Prompts:
+    """Reads prompts for one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        facts = Facts(engine.context_len, engine.vocab_size, engine.config.limits)
+        self._reader = PromptReader(engine.tokenizer, facts)
+        template = engine.tokenizer.chat_template
+        self.template_has_tools = template is not None and "tools" in template
+
+    async def text(self, text: str, *, special: bool = True) -> Tokens:
+        """A bare prompt. Raises RequestError: not text, longer than any context."""
+        if len(text) <= INLINE_CHARS:
+            return self._reader.encode(text, special=special)
+        return await trio.to_thread.run_sync(
+            lambda: self._reader.encode(text, special=special), abandon_on_cancel=True
+        )
+
+    async def chat(self, chat: Chat) -> Tokens:
+        """Raises RequestError: the template refuses the messages, there is none, too long."""
+        if chat.size <= INLINE_CHARS and not chat.tools:
+            return self._chat(chat)
+        return await trio.to_thread.run_sync(self._chat, chat, abandon_on_cancel=True)
+
+    def _chat(self, chat: Chat) -> Tokens:
+        messages, tools = chat.messages, chat.tools
+        if not self.template_has_tools:
+            messages, tools = teach_tools(messages, tools), []
+        text = self._reader.render(messages, tools or None, chat.template_kwargs)
+        if chat.continued:
+            text = _cut_after(text, messages[-1]["content"].strip())
+        return self._reader.encode(text, special=False)
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The rendered chat up to the end of its last message's content, to go on from there."""
+    start = text.rfind(final)
+    if start < 0:
+        raise RequestError(
+            "The chat template does not show the last message, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    return text[: start + len(final)]
