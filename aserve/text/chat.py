@@ -14,8 +14,8 @@ TEMPLATE_LEN_MAX = 1 << 20
 SECONDS_MAX = 5.0
 
 NO_TEMPLATE = (
-    "this model has no chat template, so it takes plain prompts only (/v1/completions); give it one "
-    "with --model.chat_template FILE, a file with a Jinja template"
+    "this model has no chat template, so it takes plain prompts only (/v1/completions); "
+    "give it one with --model.chat_template FILE, a file with a Jinja template"
 )
 
 Message = Mapping[str, Any]

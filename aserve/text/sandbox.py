@@ -62,7 +62,7 @@ budget_of_rendering: ContextVar[Budget] = ContextVar("budget_of_rendering")
 
 
 def weight(value: Any) -> int:
-    """Characters and items in `value`, each counted as often as it appears; Exhausted if too many."""
+    """Characters and items in `value`, as often as it appears; Exhausted if too many."""
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -220,7 +220,8 @@ def _check_text(text: str, name: str, given: tuple[Any, ...]) -> None:
             raise Exhausted("the chat template formats a value too wide")
         budget.room((text.count("{") + text.count("%")) * largest)
     elif name == "join":
-        budget.room(len(text) * max(map(len, (v for v in given if hasattr(v, "__len__"))), default=0))
+        counts = [len(value) for value in given if hasattr(value, "__len__")]
+        budget.room(len(text) * max(counts, default=0))
     elif name in ("indent", "expandtabs"):
         budget.room((text.count("\n") + text.count("\t") + 1) * largest)
 

@@ -168,7 +168,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]] | None:
-    """Value and spelling of each member of the JSON object `text`; None or ValueError if not one."""
+    """Value and spelling of each member of the JSON object `text`; None or ValueError if none."""
     at = _skip(text, 0)
     if not text.startswith("{", at):
         return None

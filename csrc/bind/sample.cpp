@@ -1,0 +1,124 @@
+#include "aserve/sample.h"
+
+#include <pybind11/numpy.h>
+
+#include <vector>
+
+#include "bind.h"
+
+namespace aserve {
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+// Elements of an array or None; the array outlives the call, as its row tuple holds it.
+template <class T>
+const T* elements(const py::handle& object, int64_t* n) {
+  *n = 0;
+  if (object.is_none()) return nullptr;
+  require(py::isinstance<Array<T>>(object), "an array has the wrong type");
+  const auto array = py::reinterpret_borrow<Array<T>>(object);
+  *n = array.size();
+  return array.data();
+}
+
+template <class T>
+const T* elements(const py::handle& object, int64_t n_wanted) {
+  int64_t n = 0;
+  const T* data = elements<T>(object, &n);
+  require(n == n_wanted, "two arrays of a row differ in length");
+  return data;
+}
+
+DrawRow draw_row(const py::tuple& row, const float* logits, int64_t vocab) {
+  require(row.size() == 14, "a row has 14 fields");
+  DrawRow out{};
+  out.logits = logits;
+  out.temperature = row[0].cast<double>();
+  out.top_k = row[1].cast<int64_t>();
+  out.top_p = row[2].cast<double>();
+  out.min_p = row[3].cast<double>();
+  out.presence = row[4].cast<double>();
+  out.frequency = row[5].cast<double>();
+  out.repetition = row[6].cast<double>();
+  out.key = row[7].cast<uint64_t>();
+  int64_t words = 0;
+  out.mask = elements<uint32_t>(row[8], &words);
+  require(out.mask == nullptr || words == (vocab + 31) / 32, "a mask has the wrong length");
+  out.bias_ids = elements<int32_t>(row[9], &out.bias_n);
+  out.bias = elements<double>(row[10], out.bias_n);
+  out.seen_ids = elements<int32_t>(row[11], &out.seen_n);
+  out.seen = elements<int32_t>(row[12], out.seen_n);
+  out.banned = elements<int32_t>(row[13], &out.banned_n);
+  require(out.temperature >= 0 && out.top_p > 0 && out.min_p >= 0 && out.min_p <= 1 &&
+              out.repetition > 0,
+          "a sampling parameter is out of range");
+  return out;
+}
+
+// (status, token) of each row.
+py::list run_draw(Team* team, Address logits, int64_t stride, int64_t vocab, const py::list& rows) {
+  require(vocab > 0, "an empty vocabulary");
+  std::vector<DrawRow> calls;
+  calls.reserve(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const float* row = at<const float>(logits) + static_cast<int64_t>(i) * stride;
+    calls.push_back(draw_row(py::reinterpret_borrow<py::tuple>(rows[i]), row, vocab));
+  }
+  const int64_t n = static_cast<int64_t>(calls.size());
+  unlocked(n * vocab, [&] { draw(team, vocab, calls.data(), n); });
+  py::list out(calls.size());
+  for (size_t i = 0; i < calls.size(); ++i) {
+    out[i] = py::make_tuple(static_cast<int>(calls[i].status), calls[i].token);
+  }
+  return out;
+}
+
+// None or (logprob, ids, logprobs) for each row of logits, given (token, top_n).
+py::list run_logprobs(Team* team, Address logits, int64_t stride, int64_t vocab,
+                      const py::list& rows) {
+  require(vocab > 0, "an empty vocabulary");
+  const size_t n = rows.size();
+  std::vector<LogprobRow> calls(n);
+  std::vector<std::vector<int32_t>> ids(n);
+  std::vector<std::vector<double>> values(n);
+  for (size_t i = 0; i < n; ++i) {
+    const auto [token, top_n] = rows[i].cast<std::pair<int64_t, int64_t>>();
+    require(token >= 0 && token < vocab, "a token id is outside the vocabulary");
+    require(top_n >= 0, "a count is negative");
+    ids[i].resize(std::min(top_n, vocab));
+    values[i].resize(ids[i].size());
+    calls[i] = {at<const float>(logits) + static_cast<int64_t>(i) * stride,
+                token,
+                static_cast<int64_t>(ids[i].size()),
+                0,
+                ids[i].data(),
+                values[i].data(),
+                false};
+  }
+  unlocked(static_cast<int64_t>(n) * vocab,
+           [&] { logprobs(team, vocab, calls.data(), static_cast<int64_t>(n)); });
+  py::list out(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (!calls[i].ok) {
+      out[i] = py::none();
+      continue;
+    }
+    py::tuple top(calls[i].top_n);
+    for (int64_t j = 0; j < calls[i].top_n; ++j) {
+      top[j] = py::make_tuple(ids[i][j], values[i][j]);
+    }
+    out[i] = py::make_tuple(calls[i].logprob, top);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_sample(py::module_& module) {
+  module.def("draw", &run_draw);
+  module.def("logprobs", &run_logprobs);
+}
+
+}  // namespace aserve

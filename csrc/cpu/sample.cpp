@@ -1,0 +1,283 @@
+#include "aserve/sample.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "aserve/cpu.h"
+#include "sample_kernels.h"
+
+namespace aserve {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+// Below this a temperature means greedy, as elsewhere in the field.
+constexpr double temperature_min = 1e-5;
+
+Extent extent(const float* x, int64_t n) {
+  Extent out = {-infinity, false};
+  for (int64_t i = 0; i < n; ++i) {
+    out.nan |= x[i] != x[i];
+    if (x[i] > out.max) out.max = x[i];
+  }
+  return out;
+}
+
+int64_t first_equal(const float* x, int64_t n, float value) {
+  int64_t i = 0;
+  while (i < n && x[i] != value) ++i;
+  return i;
+}
+
+void masked_copy(const float* x, const uint32_t* mask, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = mask[i / 32] >> (i % 32) & 1 ? x[i] : -infinity;
+}
+
+double sum_exp(const float* x, int64_t n, float max, double scale) {
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += std::exp((static_cast<double>(x[i]) - max) * scale);
+  return total;
+}
+
+int64_t gather(const float* x, int64_t n, float threshold, float* values, int32_t* ids) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(x[i] >= threshold)) continue;
+    values[count] = x[i];
+    ids[count++] = static_cast<int32_t>(i);
+  }
+  return count;
+}
+
+int64_t gumbel_argmax(const float* x, int64_t n, const Gumbel& gumbel) {
+  // The largest noise there is, and a little more: a token that it does not help cannot win.
+  const double noise_max = gumbel_noise(0xffffffffu) + 1e-6;
+  double best = -std::numeric_limits<double>::infinity();
+  int64_t winner = n;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(x[i] >= gumbel.threshold)) continue;
+    const double logit = (static_cast<double>(x[i]) - gumbel.max) * gumbel.scale;
+    if (logit + noise_max < best) continue;
+    const double score = logit + gumbel_noise(noise_bits(gumbel.key, static_cast<uint32_t>(i)));
+    if (score > best) best = score, winner = i;
+  }
+  return winner;
+}
+
+const SampleKernels& kernels_in_force() {
+#if defined(__x86_64__)
+  if (level() >= Level::avx512) return sample_avx512;
+#endif
+  return sample_generic;
+}
+
+// Of the thread, grown as needed.
+struct Space {
+  std::vector<float> logits, values;
+  std::vector<int32_t> ids;
+  std::vector<double> weights;
+
+  void fit(int64_t vocab) {
+    if (static_cast<int64_t>(logits.size()) >= vocab) return;
+    logits.resize(vocab);
+    values.resize(vocab);
+    ids.resize(vocab);
+    weights.resize(vocab);
+  }
+};
+
+Space& space(int64_t vocab) {
+  static thread_local Space mine;
+  mine.fit(vocab);
+  return mine;
+}
+
+// The row's logits after all that is no filter: its own if nothing changes them.
+const float* edited(const DrawRow& row, int64_t vocab, const SampleKernels& kernels, float* y) {
+  const bool penalties = row.repetition != 1 || row.frequency != 0 || row.presence != 0;
+  const bool counted = penalties && row.seen_n > 0;
+  if (row.mask == nullptr && row.bias_n == 0 && !counted && row.banned_n == 0) return row.logits;
+  if (row.mask == nullptr) {
+    std::memcpy(y, row.logits, sizeof(float) * static_cast<size_t>(vocab));
+  } else {
+    kernels.masked_copy(row.logits, row.mask, vocab, y);
+  }
+  const auto inside = [vocab](int32_t id) { return id >= 0 && id < vocab; };
+  for (int64_t i = 0; i < row.bias_n; ++i) {
+    if (inside(row.bias_ids[i])) {
+      float& logit = y[row.bias_ids[i]];
+      logit = static_cast<float>(logit + row.bias[i]);
+    }
+  }
+  for (int64_t i = 0; counted && i < row.seen_n; ++i) {
+    if (!inside(row.seen_ids[i])) continue;
+    double logit = y[row.seen_ids[i]];
+    logit = logit > 0 ? logit / row.repetition : logit * row.repetition;
+    if (row.seen[i] > 0) logit = logit - row.frequency * row.seen[i] - row.presence;
+    y[row.seen_ids[i]] = static_cast<float>(logit);
+  }
+  for (int64_t i = 0; i < row.banned_n; ++i) {
+    if (inside(row.banned[i])) y[row.banned[i]] = -infinity;
+  }
+  return y;
+}
+
+// At least `wanted` values from the top (or all), and their ids; few more if that is cheap.
+int64_t gather_top(const float* x, int64_t vocab, float max, int64_t wanted,
+                   const SampleKernels& kernels, Space& mine) {
+  for (float depth = 2; depth < 256; depth *= 1.5f) {
+    const int64_t count =
+        kernels.gather(x, vocab, max - depth, mine.values.data(), mine.ids.data());
+    if (count >= wanted) return count;
+  }
+  return kernels.gather(x, vocab, -FLT_MAX, mine.values.data(), mine.ids.data());
+}
+
+// Values that take part in top_p: those at or above `floor`, down to where their mass is enough.
+int64_t gather_mass(const float* x, int64_t vocab, const Gumbel& gumbel, double* target,
+                    const SampleKernels& kernels, Space& mine) {
+  float* values = mine.values.data();
+  if (gumbel.threshold > -FLT_MAX) {  // top_k left few
+    const int64_t count = kernels.gather(x, vocab, gumbel.threshold, values, mine.ids.data());
+    *target *= kernels.sum_exp(values, count, gumbel.max, gumbel.scale);
+    return count;
+  }
+  *target *= kernels.sum_exp(x, vocab, gumbel.max, gumbel.scale);
+  for (double depth = 3; depth < 64; depth *= 1.6) {
+    const float floor = static_cast<float>(gumbel.max - depth / gumbel.scale);
+    const int64_t count = kernels.gather(x, vocab, floor, values, mine.ids.data());
+    const double mass = kernels.sum_exp(values, count, gumbel.max, gumbel.scale);
+    if (mass > *target * (1 + 1e-12)) return count;
+  }
+  return kernels.gather(x, vocab, -FLT_MAX, values, mine.ids.data());
+}
+
+// The value of the token with which the mass from the top reaches top_p of the whole.
+float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, double top_p,
+                      const SampleKernels& kernels, Space& mine) {
+  double target = top_p;
+  const int64_t count = gather_mass(x, vocab, gumbel, &target, kernels, mine);
+  float* values = mine.values.data();
+  const auto weight = [&gumbel](float value) {
+    return std::exp((static_cast<double>(value) - gumbel.max) * gumbel.scale);
+  };
+  // [0, low) is above the threshold and weighs `mass`; [high, count) is below it.
+  int64_t low = 0, high = count;
+  double mass = 0;
+  while (high - low > 16) {
+    const int64_t middle = (low + high) / 2;
+    std::nth_element(values + low, values + middle, values + high, std::greater<float>());
+    double upper = mass;
+    for (int64_t i = low; i < middle; ++i) upper += weight(values[i]);
+    if (upper >= target) {
+      high = middle;
+    } else {
+      mass = upper;
+      low = middle;
+    }
+  }
+  std::sort(values + low, values + high, std::greater<float>());
+  for (int64_t i = low; i < high; ++i) {
+    mass += weight(values[i]);
+    if (mass >= target) return values[i];
+  }
+  return high > 0 ? values[high - 1] : -FLT_MAX;
+}
+
+// The least float whose probability is at least min_p of the best one's.
+float min_p_threshold(const Gumbel& gumbel, double min_p) {
+  const double least = std::log(min_p);
+  const auto stays = [&](float x) {
+    return (static_cast<double>(x) - gumbel.max) * gumbel.scale >= least;
+  };
+  float x = static_cast<float>(gumbel.max + least / gumbel.scale);
+  while (x > -FLT_MAX && stays(std::nextafter(x, -infinity))) x = std::nextafter(x, -infinity);
+  while (!stays(x)) x = std::nextafter(x, infinity);
+  return std::max(x, -FLT_MAX);
+}
+
+void draw_row(int64_t vocab, DrawRow& row, const SampleKernels& kernels) {
+  Space& mine = space(vocab);
+  const float* x = edited(row, vocab, kernels, mine.logits.data());
+  const Extent raw = kernels.extent(row.logits, vocab);
+  const Extent extent = x == row.logits ? raw : kernels.extent(x, vocab);
+  row.status = raw.nan || extent.nan || raw.max == infinity || extent.max == infinity
+                   ? Drawn::not_a_number
+               : extent.max == -infinity ? Drawn::none_left
+                                         : Drawn::token;
+  row.token = -1;
+  if (row.status != Drawn::token) return;
+  if (row.temperature < temperature_min) {
+    row.token = kernels.first_equal(x, vocab, extent.max);
+    return;
+  }
+  Gumbel gumbel = {-FLT_MAX, extent.max, 1.0 / row.temperature, row.key};
+  if (row.top_k > 0 && row.top_k < vocab) {
+    const int64_t count = gather_top(x, vocab, extent.max, row.top_k, kernels, mine);
+    if (count > row.top_k) {
+      float* values = mine.values.data();
+      float* least = values + row.top_k - 1;
+      std::nth_element(values, least, values + count, std::greater<float>());
+      gumbel.threshold = *least;
+    } else if (count == row.top_k) {
+      gumbel.threshold = *std::min_element(mine.values.data(), mine.values.data() + count);
+    }
+  }
+  float threshold = gumbel.threshold;
+  if (row.top_p < 1) {
+    const float least = top_p_threshold(x, vocab, gumbel, row.top_p, kernels, mine);
+    threshold = std::max(threshold, least);
+  }
+  if (row.min_p > 0) threshold = std::max(threshold, min_p_threshold(gumbel, row.min_p));
+  gumbel.threshold = threshold;
+  row.token = kernels.gumbel_argmax(x, vocab, gumbel);
+}
+
+void logprob_row(int64_t vocab, LogprobRow& row, const SampleKernels& kernels) {
+  const Extent extent = kernels.extent(row.logits, vocab);
+  row.ok = !extent.nan && extent.max > -infinity && extent.max < infinity;
+  if (!row.ok) return;
+  const double total = extent.max + std::log(kernels.sum_exp(row.logits, vocab, extent.max, 1.0));
+  row.logprob = row.logits[row.token] - total;
+  if (row.top_n == 0) return;
+  Space& mine = space(vocab);
+  const int64_t count = gather_top(row.logits, vocab, extent.max, row.top_n, kernels, mine);
+  int32_t* ids = mine.ids.data();
+  const auto better = [&](int32_t a, int32_t b) {
+    return row.logits[a] != row.logits[b] ? row.logits[a] > row.logits[b] : a < b;
+  };
+  const int64_t told = std::min(row.top_n, count);
+  std::partial_sort(ids, ids + told, ids + count, better);
+  for (int64_t i = 0; i < told; ++i) {
+    row.top_ids[i] = ids[i];
+    row.top_logprobs[i] = row.logits[ids[i]] - total;
+  }
+  row.top_n = told;
+}
+
+template <class Task>
+void each(Team* team, int64_t n, const Task& task) {
+  if (team != nullptr) return team->run(n, task);
+  for (int64_t i = 0; i < n; ++i) task(i);
+}
+
+}  // namespace
+
+const SampleKernels sample_generic = {extent,  first_equal, masked_copy,
+                                      sum_exp, gather,      gumbel_argmax};
+
+void draw(Team* team, int64_t vocab, DrawRow* rows, int64_t n) {
+  const SampleKernels& kernels = kernels_in_force();
+  each(team, n, [&](int64_t i) { draw_row(vocab, rows[i], kernels); });
+}
+
+void logprobs(Team* team, int64_t vocab, LogprobRow* rows, int64_t n) {
+  const SampleKernels& kernels = kernels_in_force();
+  each(team, n, [&](int64_t i) { logprob_row(vocab, rows[i], kernels); });
+}
+
+}  // namespace aserve
