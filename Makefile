@@ -2,6 +2,7 @@
 # make test     set up with the test packages, then run everything
 # make setup    only the set-up: .venv, packages, native code; the command is .venv/bin/aserve
 # make lint     ruff and mypy
+# make readme   write the generated parts of README.md
 # make clean    remove .venv and everything built
 #
 # Variables: PYTHON=python3.12   MODEL=/path/to/model   ARGS="--port 9000"   TORCH=torch==2.13.0
@@ -23,7 +24,7 @@ TYPED := $(wildcard aserve/errors.py aserve/core aserve/wire aserve/planes aserv
 export PIP_ROOT_USER_ACTION := ignore
 MAKEFLAGS += --no-print-directory
 
-.PHONY: help setup setup-test serve test lint clean
+.PHONY: help setup setup-test serve test lint readme clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +43,9 @@ test: setup-test
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(TYPED)
+
+readme: setup
+	$(BIN)/python -m tests.readme
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON_FOLDERS = ("aserve", "bench", "tests")
-SOURCE_SUFFIXES = {".py", ".h", ".cuh", ".cpp", ".cu"}
+SOURCE_SUFFIXES = {".py", ".h", ".inc", ".cuh", ".cpp", ".cu"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".md", ".toml", ".sh", ""}
 SKIPPED = {"__pycache__", ".venv", ".git", "build", "dist"}
 

@@ -1,0 +1,5 @@
+"""`python -m aserve` is the command `aserve`."""
+
+from aserve.cli import entry
+
+entry()

@@ -1,0 +1,64 @@
+"""Turns what a command raises into one clear message and an exit code."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from aserve.errors import AserveError, ConfigError, RequestError
+
+REFUSED = 2
+FAILED = 1
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+class UsageError(AserveError):
+    """Flags or input that make no sense, found after argparse was content."""
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a command. Errors it is meant to meet become messages; a bug keeps its traceback."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BaseException as error:
+        causes = list(leaves(error))
+        if not all(isinstance(cause, EXPECTED) for cause in causes):
+            raise
+        return _tell(causes)
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside exception groups, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
+
+
+EXPECTED = (AserveError, OSError, KeyboardInterrupt)
+
+
+def _tell(causes: list[BaseException]) -> int:
+    if any(isinstance(cause, BrokenPipeError) for cause in causes):
+        # Nobody reads on; nor may the interpreter's last flush find out and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        sys.stderr.write("\n")
+        return INTERRUPTED
+    for cause in causes:
+        findings = cause.findings if isinstance(cause, ConfigError) else (str(cause),)
+        for finding in findings:
+            say(finding)
+    refused = all(isinstance(cause, ConfigError | RequestError | UsageError) for cause in causes)
+    return REFUSED if refused else FAILED
+
+
+def say(message: str) -> None:
+    """A line for the person at the terminal."""
+    sys.stderr.write(f"aserve: {message}\n")
+    sys.stderr.flush()
