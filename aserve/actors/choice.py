@@ -40,7 +40,8 @@ class Choice:
         )
         stops = tuple(stop_strings(params))
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
-        self._eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+        # An end-of-text token that nobody asked for is no stop reason worth telling.
+        self._silent_ids = frozenset(tokenizer.eos_ids) - frozenset(params.stop_token_ids)
         self._prompt_logprobs: list[TokenLogprob] = []
         self._owes_prompt_logprobs = wants_prompt_logprobs(params) >= 0
 
@@ -63,7 +64,7 @@ class Choice:
         if hit is not None:
             self.end("stop", stop_reason=hit)
         elif output.finish_reason is not None:
-            shown = output.stop_token if output.stop_token not in self._eos_ids else None
+            shown = output.stop_token if output.stop_token not in self._silent_ids else None
             self.end(output.finish_reason, stop_reason=shown, error=output.error)
         else:
             self.stream.publish(ended=False)

@@ -17,6 +17,7 @@ from aserve.models.registry import load_model
 from aserve.runner.kv_store import KvStore, pages_for
 from aserve.runner.runner import Runner
 from aserve.tensor.ops import open_ops
+from aserve.tensor.sampler import open_sampler
 from aserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -66,13 +67,14 @@ def _load(config: Config, progress: Progress) -> Loaded:
     tokens_max = config.schedule.running_max * (context_len + cache.page_size)
     pages_total = pages_for(model.regions(), cache, tokens_max=tokens_max)
     kv = KvStore(model.regions(), cache.page_size, pages_total)
+    sampler = open_sampler(config.compute.kernels, ops)
     return Loaded(
         name=config.model.name or name_of(config.model.path),
         context_len=context_len,
         vocab_size=model.spec.vocab,
         tokenizer=tokenizer,
         cache=CacheSpec(cache.page_size, pages_total),
-        runner=Runner(model, kv, tokenizer, cache.page_size),
+        runner=Runner(model, kv, sampler, tokenizer),
     )
 
 

@@ -11,8 +11,9 @@ from aserve.text.tokenizer import Tokenizer
 def sampling_of(
     params: SamplingParams, tokenizer: Tokenizer, seed: int, grammar: Grammar | None
 ) -> Sampling:
-    """`params` have passed `check_params`."""
-    eos_ids = () if params.ignore_eos else tuple(tokenizer.eos_ids)
+    """`params` have passed `check_params`. A grammar that is complete allows nothing but an end."""
+    ends = grammar is not None or not params.ignore_eos
+    eos_ids = tuple(tokenizer.eos_ids) if ends else ()
     return Sampling(
         seed=seed,
         temperature=float(params.temperature),

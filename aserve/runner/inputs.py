@@ -66,9 +66,12 @@ class PageTables:
 
 
 class StepInputs:
-    """`tokens_T` (int64) and `attend` of the rows of `views`, in their order."""
+    """`tokens_T` (int64) and `attend` of the rows of `views`, in their order.
 
-    __slots__ = ("attend", "tokens_T")
+    `last_rows[n]` is the last row of view n.
+    """
+
+    __slots__ = ("attend", "last_rows", "tokens_T")
 
     def __init__(self, views: Sequence[RowsView], tables: PageTables) -> None:
         tokens: list[int] = []
@@ -91,6 +94,7 @@ class StepInputs:
             positions_T = start_N[owner_T] + within_T
         page_T, offset_T = np.divmod(positions_T, np.int32(tables.page_size))
         slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
+        self.last_rows: list[int] = (row_start_M[1:] - 1).tolist()
         self.tokens_T = torch.tensor(tokens, dtype=torch.int64)
         self.attend = Attend(
             slots_T=torch.from_numpy(slots_T),

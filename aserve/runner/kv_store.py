@@ -20,6 +20,7 @@ class KvStore:
     """`layers[i]` is layer i's view into its region's pool; memory is touched as pages are used."""
 
     def __init__(self, regions: Sequence[Region], page_size: int, pages_total: int) -> None:
+        self.page_size = page_size
         self.nbytes = 0
         layers: dict[int, KvLayer] = {}
         for region in regions:
