@@ -53,16 +53,24 @@ int64_t gather(const float* x, int64_t n, float threshold, float* values, int32_
   return count;
 }
 
+// Not below the noise, and close to it where it is large. With v = 1 - uniform: -log(uniform) >= v,
+// and log2(v) is at least its line between powers of two.
+double gumbel_bound(uint32_t bits) {
+  const float v = static_cast<float>(~bits) + 0.5f;
+  int32_t as_integer;
+  std::memcpy(&as_integer, &v, 4);
+  return (159.0f - static_cast<float>(as_integer) * 0x1p-23f) * 0.69314718f + 1e-3f;
+}
+
 int64_t gumbel_argmax(const float* x, int64_t n, const Gumbel& gumbel) {
-  // The largest noise there is, and a little more: a token that it does not help cannot win.
-  const double noise_max = gumbel_noise(0xffffffffu) + 1e-6;
   double best = -std::numeric_limits<double>::infinity();
   int64_t winner = n;
   for (int64_t i = 0; i < n; ++i) {
     if (!(x[i] >= gumbel.threshold)) continue;
     const double logit = (static_cast<double>(x[i]) - gumbel.max) * gumbel.scale;
-    if (logit + noise_max < best) continue;
-    const double score = logit + gumbel_noise(noise_bits(gumbel.key, static_cast<uint32_t>(i)));
+    const uint32_t bits = noise_bits(gumbel.key, static_cast<uint32_t>(i));
+    if (logit + gumbel_bound(bits) < best) continue;
+    const double score = logit + gumbel_noise(bits);
     if (score > best) best = score, winner = i;
   }
   return winner;
@@ -171,8 +179,8 @@ float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, doubl
   while (high - low > 16) {
     const int64_t middle = (low + high) / 2;
     std::nth_element(values + low, values + middle, values + high, std::greater<float>());
-    double upper = mass;
-    for (int64_t i = low; i < middle; ++i) upper += weight(values[i]);
+    const double upper =
+        mass + kernels.sum_exp(values + low, middle - low, gumbel.max, gumbel.scale);
     if (upper >= target) {
       high = middle;
     } else {

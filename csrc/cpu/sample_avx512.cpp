@@ -116,8 +116,7 @@ ASERVE_AVX512 inline __m512i mix32x16(__m512i x) {
   return _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
 }
 
-// Not below the gumbel noise of the bits, and at most 0.07 above it where that matters. With
-// v = 1 - uniform: -log(uniform) >= v, and log2(v) is at least its line between powers of two.
+// As in sample.cpp, but for rounding.
 ASERVE_AVX512 inline __m512 gumbel_bound(__m512i bits) {
   const __m512i rest = _mm512_xor_si512(bits, _mm512_set1_epi32(-1));
   const __m512 v = _mm512_add_ps(_mm512_cvtepu32_ps(rest), _mm512_set1_ps(0.5f));

@@ -1,0 +1,412 @@
+"""The sampler: native against its twin, each parameter against an independent source, the noise."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aserve import _native
+from aserve.core.message import Sampling
+from aserve.core.noise import draw_key, token_bits, uniform
+from aserve.tensor.sampler import (
+    NONE_LEFT,
+    NOT_A_NUMBER,
+    Drawn,
+    History,
+    NativeSampler,
+    Sampler,
+    SampleRow,
+    open_sampler,
+)
+from aserve.tensor.sampler_reference import ReferenceSampler, filtered, gumbel_noise
+
+INF = math.inf
+
+
+@pytest.fixture(params=["generic", "avx512"])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both sets of kernels, where the machine has both."""
+    before = _native.level()
+    if _native.set_level(request.param) != request.param:
+        _native.set_level(before)
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    _native.set_level(before)
+
+
+@pytest.fixture(params=["native", "reference"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return open_sampler(request.param)
+
+
+def row(
+    tokens: list[int] | None = None,
+    prompt_len: int = 0,
+    mask: np.ndarray | None = None,
+    position: int | None = None,
+    **parameters: object,
+) -> SampleRow:
+    known = tokens or []
+    history = History(Sampling(**parameters), known, prompt_len)  # type: ignore[arg-type]
+    return SampleRow(history, len(known) if position is None else position, mask)
+
+
+def words(allowed: set[int], vocab: int) -> np.ndarray:
+    bits = np.zeros((vocab + 31) // 32 * 32, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def draw(sampler: Sampler, logits: list[float] | torch.Tensor, one: SampleRow) -> Drawn:
+    [drawn] = sampler.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [one])
+    return drawn
+
+
+def drawable(sampler: Sampler, logits: list[float], draws: int = 300, **parameters: object) -> set:
+    """Tokens that turn up over many positions."""
+    rows = [row(position=position, **parameters) for position in range(draws)]
+    table = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
+    return {drawn.token for drawn in sampler.sample(table, rows)}
+
+
+# Against the twin.
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[SampleRow]]:
+    vocab = draw(st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 100, 257, 1000]))
+    count = draw(st.integers(1, 3))
+    scale = draw(st.sampled_from([0.0, 0.5, 3.0, 12.0]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = (generator.standard_normal((count, vocab)) * scale).astype(np.float32)
+    if draw(st.booleans()):
+        logits = np.round(logits)  # ties
+    logits[generator.random((count, vocab)) < draw(st.sampled_from([0.0, 0.2]))] = -INF
+    ids = st.integers(-1, vocab + 2)
+    rows = []
+    for _ in range(count):
+        tokens = draw(st.lists(st.integers(0, vocab - 1), max_size=30))
+        sampling = Sampling(
+            seed=draw(st.integers(0, 2**64 - 1)),
+            temperature=draw(st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 1.0, 1.7, 40.0])),
+            top_k=draw(st.sampled_from([-1, 0, 1, 2, 7, 40, 5000])),
+            top_p=draw(st.sampled_from([1.0, 0.97, 0.61, 0.1234, 1e-9])),
+            min_p=draw(st.sampled_from([0.0, 0.0123, 0.4567])),
+            presence_penalty=draw(st.sampled_from([0.0, 0.7, -1.3])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.4, -0.2])),
+            repetition_penalty=draw(st.sampled_from([1.0, 1.25, 0.8])),
+            logit_bias=tuple(draw(st.dictionaries(ids, st.floats(-9, 9), max_size=4)).items()),
+            bad_words=tuple(
+                map(tuple, draw(st.lists(st.lists(ids, min_size=1, max_size=3), max_size=3)))
+            ),
+            min_tokens=draw(st.integers(0, 20)),
+            stop_ids=tuple(draw(st.lists(ids, max_size=3))),
+            logprobs=draw(st.sampled_from([-1, 0, 1, 5])),
+        )
+        allowed = draw(st.none() | st.sets(st.integers(0, vocab - 1), max_size=20))
+        mask = None if allowed is None else words(allowed, vocab)
+        prompt_len = draw(st.integers(0, len(tokens)))
+        rows.append(SampleRow(History(sampling, tokens, prompt_len), len(tokens), mask))
+    return torch.from_numpy(logits), rows
+
+
+def assert_same(native: Drawn, twin: Drawn) -> None:
+    assert (native.token, native.error) == (twin.token, twin.error)
+    assert (native.logprob is None) == (twin.logprob is None)
+    if native.logprob and twin.logprob:
+        assert native.logprob.logprob == pytest.approx(twin.logprob.logprob, abs=1e-9)
+        assert [token for token, _ in native.logprob.top] == [t for t, _ in twin.logprob.top]
+        values = [value for _, value in twin.logprob.top]
+        assert [value for _, value in native.logprob.top] == pytest.approx(values, abs=1e-9)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_native_draws_what_its_twin_draws(case: tuple[torch.Tensor, list[SampleRow]]) -> None:
+    logits, rows = case
+    before = logits.clone()
+    twins = ReferenceSampler().sample(logits, rows)
+    before = _native.level()
+    levels = ("generic", before)
+    try:
+        for name in levels:
+            _native.set_level(name)
+            for native, twin in zip(NativeSampler().sample(logits, rows), twins, strict=True):
+                assert_same(native, twin)
+    finally:
+        _native.set_level(before)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 0.0, "logprobs": 5},
+        {"top_k": 50},
+        {"top_p": 0.9, "logprobs": 20},
+        {"top_p": 0.99, "temperature": 3.0},
+        {"top_k": 200, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2},
+    ],
+)
+def test_native_draws_what_its_twin_draws_over_a_whole_vocabulary(
+    level: str, parameters: dict[str, float]
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 49152, generator=generator) * 3
+    rows = [row([7, 8, 9], 1, seed=seed, **parameters) for seed in range(6)]
+    twins = ReferenceSampler().sample(logits, rows)
+    for native, twin in zip(NativeSampler().sample(logits, rows), twins, strict=True):
+        assert_same(native, twin)
+
+
+# Noise.
+
+
+def test_noise_is_that_of_core(level: str) -> None:
+    vocab, key = 100, draw_key(11, 5)
+    noise = gumbel_noise(key, vocab)
+    for token in range(vocab):
+        value = -math.log(-math.log(uniform(token_bits(key, token))))
+        assert noise[token] == pytest.approx(value, abs=1e-12)
+    [drawn] = NativeSampler().sample(torch.zeros(1, vocab), [row(seed=11, position=5)])
+    assert drawn.token == noise.argmax()
+
+
+def test_draws_follow_the_softmax(level: str) -> None:
+    """Chi-square over 20000 positions of one seed, 9 degrees of freedom: 27.9 is p = 0.001."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 3.0, -INF, 0.25])
+    draws, temperature = 20_000, 0.8
+    one = History(Sampling(seed=2024, temperature=temperature), [], 0)
+    rows = [SampleRow(one, position) for position in range(draws)]
+    drawn = NativeSampler().sample(logits.expand(draws, -1), rows)
+    counts = Counter(each.token for each in drawn)
+    wanted = torch.softmax(logits.double() / temperature, dim=0) * draws
+    assert counts[9] == 0
+    chi_square = sum((counts[i] - w) ** 2 / w for i, w in enumerate(wanted.tolist()) if w > 0)
+    assert chi_square < 27.9
+
+
+def test_seeds_and_positions_draw_independently() -> None:
+    logits = torch.zeros(1, 2).expand(4000, 2)
+    by_seed = [row(seed=seed, position=0) for seed in range(4000)]
+    by_position = [row(seed=0, position=position) for position in range(4000)]
+    sampler = NativeSampler()
+    for rows in (by_seed, by_position):
+        drawn = [each.token for each in sampler.sample(logits, rows)]
+        assert 1850 < sum(drawn) < 2150  # 4.7 standard deviations
+        repeats = sum(a == b for a, b in zip(drawn, drawn[1:], strict=False))
+        assert 1850 < repeats < 2150
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_draw_does_not_depend_on_the_batch(level: str, threads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 700, generator=generator) * 2
+    rows = [row([1, 2], 1, seed=n, top_p=0.9, logprobs=2, temperature=0.9) for n in range(9)]
+    sampler = NativeSampler(_native.Team(threads))
+    together = sampler.sample(logits, rows)
+    alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(9)]
+    backwards = sampler.sample(logits.flip(0), rows[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_rows_may_lie_apart_in_memory(sampler: Sampler) -> None:
+    logits = torch.arange(60.0).reshape(3, 20)[:, :10]
+    drawn = sampler.sample(logits, [row(temperature=0.0, logprobs=1) for _ in range(3)])
+    assert [each.token for each in drawn] == [9, 9, 9]
+    assert sampler.sample(torch.empty(0, 10), []) == []
+
+
+# Each parameter.
+
+
+def test_greedy_takes_the_lowest_of_equals(sampler: Sampler) -> None:
+    assert draw(sampler, [1.0, 5.0, 5.0, 2.0], row(temperature=0.0)).token == 1
+
+
+def test_penalties_have_openais_and_ctrls_values(sampler: Sampler) -> None:
+    """Token 0 generated twice, 1 generated once, 2 in the prompt only, 3 new."""
+    tokens = [2, 0, 1, 0]
+    for parameters, wanted in [
+        ({"frequency_penalty": 0.5}, [3 - 1.0, 3 - 0.5, 3, 3]),
+        ({"presence_penalty": 0.5}, [3 - 0.5, 3 - 0.5, 3, 3]),
+        ({"repetition_penalty": 2.0}, [1.5, 1.5, 1.5, 3]),
+        ({"repetition_penalty": 2.0, "frequency_penalty": 1.0}, [-0.5, 0.5, 1.5, 3]),
+    ]:
+        for token, value in enumerate(wanted):
+            # The token wins against a rival just below its penalised value and loses just above.
+            for nudge, winner in ((-0.01, token), (0.01, 4)):
+                logits = [-50.0] * 5
+                logits[token] = 3.0
+                logits[4] = value + nudge
+                one = row(tokens, 1, temperature=0.0, **parameters)
+                assert draw(sampler, logits, one).token == winner, (parameters, token)
+
+
+def test_repetition_penalty_is_that_of_transformers(sampler: Sampler) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    tokens = [3, 3, 7, 9, 20]
+    for penalty in (0.5, 1.3, 4.0):
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits.clone())
+        one = row(tokens, 2, temperature=0.0, repetition_penalty=penalty)
+        assert draw(sampler, logits[0], one).token == theirs.argmax().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", 5), ("top_k", 49), ("top_p", 0.7), ("top_p", 0.05), ("min_p", 0.1)]
+)
+def test_filters_are_those_of_transformers(name: str, value: float) -> None:
+    import transformers
+
+    warper = {
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
+    }[name](value)
+    generator = torch.Generator().manual_seed(5)
+    for temperature in (0.6, 1.0, 2.5):
+        logits = torch.randn(1, 50, generator=generator) * 2
+        theirs = warper(torch.tensor([[0]]), logits / temperature)[0] > -INF
+        history = History(Sampling(temperature=temperature, **{name: value}), [], 0)
+        ours = filtered(logits[0].double().numpy(), history) > -INF
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_filters_apply_in_order_top_k_top_p_min_p(sampler: Sampler) -> None:
+    """Of p = .4 .3 .2 .1: top_k 2 leaves .571 .429, of which top_p .5 needs one; without it two."""
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    assert drawable(sampler, logits, top_k=2) == {0, 1}
+    assert drawable(sampler, logits, top_p=0.5) == {0, 1}
+    assert drawable(sampler, logits, top_k=2, top_p=0.5) == {0}
+    assert drawable(sampler, logits, min_p=0.45) == {0, 1, 2}
+    assert drawable(sampler, logits, min_p=0.45, top_k=2) == {0, 1}
+    # The filters see the scaled distribution: at temperature 3 it is flatter.
+    assert drawable(sampler, logits, min_p=0.6, temperature=3.0) == {0, 1, 2, 3}
+
+
+def test_top_k_keeps_equal_logits_together(sampler: Sampler) -> None:
+    assert drawable(sampler, [3.0, 1.0, 3.0, 3.0], top_k=1) == {0, 2, 3}
+
+
+def test_logit_bias_moves_and_bans(sampler: Sampler) -> None:
+    one = row(temperature=0.0, logit_bias=((2, 5.0), (99, 7.0)))
+    assert draw(sampler, [1.0, 4.0, 0.0], one).token == 2
+    one = row(temperature=0.0, logit_bias=((1, -100.0),))
+    assert draw(sampler, [1.0, 4.0, 0.0], one).token == 0
+
+
+def test_bad_words_are_those_of_transformers(sampler: Sampler) -> None:
+    from transformers import NoBadWordsLogitsProcessor
+
+    words = [[4], [1, 2], [1, 2, 3], [9, 1, 5], [6, 6]]
+    processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
+    for tokens in ([9, 1], [1, 2], [0, 1, 2], [6], [2], [9, 1, 2, 6]):
+        logits = torch.zeros(1, 12)
+        allowed = processor(torch.tensor([tokens]), logits)[0] > -INF
+        bans = tuple(map(tuple, words))
+        history = History(Sampling(bad_words=bans), tokens, 1)
+        ours = set(range(12)) - set(history.banned().tolist())
+        assert ours == {token for token in range(12) if allowed[token]}
+        grown = History(Sampling(bad_words=bans), tokens[:1], 1)
+        for token in tokens[1:]:
+            grown.append(token)
+        assert sorted(grown.banned()) == sorted(history.banned())
+    assert draw(sampler, [0.0, 1.0, 9.0], row([1], 1, temperature=0.0, bad_words=((1, 2),))).token == 1
+
+
+def test_min_tokens_holds_back_stops_and_no_longer(sampler: Sampler) -> None:
+    parameters = {"temperature": 0.0, "min_tokens": 2, "stop_ids": (2,)}
+    logits = [0.0, 1.0, 9.0]
+    assert draw(sampler, logits, row([5, 1], 1, **parameters)).token == 1
+    assert draw(sampler, logits, row([5, 1, 1], 1, **parameters)).token == 2
+
+
+def test_a_complete_grammar_wins_over_min_tokens(sampler: Sampler) -> None:
+    one = row([5], 1, mask=words({2}, 40), min_tokens=3, stop_ids=(2,))
+    assert draw(sampler, torch.zeros(40), one).token == 2
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(0, 60))
+def test_history_kept_up_is_history_made_anew(tokens: list[int], prompt_len: int) -> None:
+    prompt_len = min(prompt_len, len(tokens))
+    sampling = Sampling(repetition_penalty=1.1, bad_words=((1, 2, 3),))
+    kept = History(sampling, tokens[:prompt_len], prompt_len)
+    for token in tokens[prompt_len:]:
+        kept.append(token)
+    counts = Counter(tokens[prompt_len:])
+    for history in (kept, History(sampling, tokens, prompt_len)):
+        ids, times = history.seen
+        wanted = {token: counts[token] for token in tokens}
+        assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == wanted
+        assert history.generated_len == len(tokens) - prompt_len
+
+
+# Masks and what cannot be drawn.
+
+
+def test_only_masked_in_tokens_are_drawn(sampler: Sampler, level: str) -> None:
+    rows = [row(mask=words({3, 64}, 70), position=n) for n in range(200)]
+    drawn = sampler.sample(torch.zeros(200, 70), rows)
+    assert {each.token for each in drawn} == {3, 64}
+
+
+def test_nothing_left_and_not_a_number_end_their_row_only(sampler: Sampler, level: str) -> None:
+    logits = torch.zeros(5, 40)
+    logits[1, 39] = math.nan
+    logits[2, 0] = INF
+    logits[3] = -INF
+    rows = [row(temperature=0.0, logprobs=0) for _ in range(4)] + [row(mask=words(set(), 40))]
+    drawn = sampler.sample(logits, rows)
+    errors = [None, NOT_A_NUMBER, NOT_A_NUMBER, NONE_LEFT, NONE_LEFT]
+    assert [each.error for each in drawn] == errors
+    assert [each.token for each in drawn] == [0, -1, -1, -1, -1]
+
+
+# Log-probabilities.
+
+
+def test_logprobs_are_of_the_raw_logits_and_sum_to_one(sampler: Sampler, level: str) -> None:
+    logits = torch.randn(2, 333, generator=torch.Generator().manual_seed(2)) * 8
+    wanted = torch.log_softmax(logits.double(), dim=1)
+    found = sampler.logprobs(logits, [5, 7], 333)
+    for place, (one, token) in enumerate(zip(found, (5, 7), strict=True)):
+        assert one is not None
+        assert one.logprob == pytest.approx(wanted[place, token].item(), abs=1e-12)
+        assert [token for token, _ in one.top] == wanted[place].argsort(descending=True).tolist()
+        assert sum(math.exp(value) for _, value in one.top) == pytest.approx(1, abs=1e-12)
+    changed = row([1], 0, temperature=0.3, top_k=3, repetition_penalty=3.0, logprobs=1)
+    drawn = draw(sampler, logits[0], changed)
+    assert drawn.logprob is not None
+    assert drawn.logprob.logprob == pytest.approx(wanted[0, drawn.token].item(), abs=1e-12)
+
+
+def test_logprobs_of_equals_name_the_lowest_ids(sampler: Sampler, level: str) -> None:
+    [one] = sampler.logprobs(torch.zeros(1, 100), [50], 3)
+    assert one is not None
+    assert [token for token, _ in one.top] == [0, 1, 2]
+    assert one.logprob == pytest.approx(-math.log(100), abs=1e-12)
+
+
+def test_logprobs_of_nan_are_none(sampler: Sampler) -> None:
+    assert sampler.logprobs(torch.tensor([[0.0, math.nan]]), [0], 1) == [None]
+
+
+def test_bad_input_is_refused() -> None:
+    sampler = NativeSampler()
+    with pytest.raises(ValueError, match="float32"):
+        sampler.sample(torch.zeros(1, 4, dtype=torch.float64), [row()])
+    with pytest.raises(ValueError, match="rows"):
+        sampler.sample(torch.zeros(2, 4), [row()])
+    with pytest.raises(ValueError, match="mask"):
+        sampler.sample(torch.zeros(1, 64), [row(mask=words({1}, 32))])
+    with pytest.raises(ValueError, match="outside"):
+        sampler.logprobs(torch.zeros(1, 4), [4], 0)
