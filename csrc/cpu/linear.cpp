@@ -60,7 +60,7 @@ void unpack_row(const Weight& w, int64_t id, float* row) {
 void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y) {
   if (m == 0) return;
 #if defined(__x86_64__)
-  if (w.type == Type::bf16 && level() == Level::amx && false) return amx_linear(team, w, x, m, y);
+  if (w.type == Type::bf16 && level() == Level::amx) return amx_linear(team, w, x, m, y);
 #endif
   const Kernels& k = kernels();
   if (w.type == Type::bf16) {
