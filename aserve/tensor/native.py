@@ -34,7 +34,7 @@ class NativeOps:
     """`Ops` on `threads` threads, the caller's included. Calls from several threads take turns."""
 
     def __init__(self, threads: int) -> None:
-        self._team = _native.Team(threads)
+        self.team = _native.Team(threads)
 
     @property
     def level(self) -> str:
@@ -56,7 +56,7 @@ class NativeOps:
             bias_N = bias_N.to(_F32).contiguous()
             bias_address = bias_N.data_ptr()
         packed = _native.pack(
-            self._team, dtype is _BF16, weight_NK.data_ptr(), n, k, bias_address, row_blocks
+            self.team, dtype is _BF16, weight_NK.data_ptr(), n, k, bias_address, row_blocks
         )
         return NativeLinear(packed, n, k, dtype, row_blocks, packed.nbytes)
 
@@ -64,7 +64,7 @@ class NativeOps:
         assert isinstance(weight, NativeLinear)
         m, k = _matrix("x", x_TK)
         out = _empty((m, weight.n))
-        _native.linear(self._team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
+        _native.linear(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
 
     def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ class NativeOps:
         weight = _norm_weight(weight_H, dim)
         out = _empty(x_TH.shape)
         _native.rms_norm(
-            self._team, x_TH.data_ptr(), stride, weight, out.data_ptr(), rows, heads, dim, eps
+            self.team, x_TH.data_ptr(), stride, weight, out.data_ptr(), rows, heads, dim, eps
         )
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         _same("x", x, "y", y)
         out = _empty(x.shape)
-        _native.add(self._team, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+        _native.add(self.team, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
         return out
 
     def add_rms_norm(
@@ -115,7 +115,7 @@ class NativeOps:
         weight = _norm_weight(weight_H, dim)
         total, normed = _empty((rows, dim)), _empty((rows, dim))
         _native.add_rms_norm(
-            self._team,
+            self.team,
             residual_TH.data_ptr(),
             x_TH.data_ptr(),
             weight,
@@ -137,7 +137,7 @@ class NativeOps:
         if table.dtype is not _F32 or not table.is_contiguous():
             raise ValueError("a rope table is float32 and contiguous")
         _native.rope(
-            self._team,
+            self.team,
             q_THD.data_ptr(),
             _row_stride("q", q_THD),
             heads,
@@ -157,7 +157,7 @@ class NativeOps:
         if both % 2:
             raise ValueError(f"gate_up has {both} columns, an odd number")
         out = _empty((rows, both // 2))
-        _native.silu_mul(self._team, gate_up_TF2.data_ptr(), out.data_ptr(), rows, both // 2)
+        _native.silu_mul(self.team, gate_up_TF2.data_ptr(), out.data_ptr(), rows, both // 2)
         return out
 
     def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None:
@@ -168,7 +168,7 @@ class NativeOps:
             if x_TGD.shape != (rows, shape[2], shape[3]):
                 raise ValueError(f"rows of {tuple(x_TGD.shape)} do not fit pages of {shape[:4]}")
             _native.kv_append(
-                self._team,
+                self.team,
                 pool.dtype is _BF16,
                 x_TGD.data_ptr(),
                 _row_stride("k or v", x_TGD),
@@ -186,7 +186,7 @@ class NativeOps:
             shape = _pages(pool)
             gathered = _empty((rows, shape[2], shape[3]), dtype=pool.dtype)
             _native.kv_gather(
-                self._team,
+                self.team,
                 pool.dtype is _BF16,
                 pool.data_ptr(),
                 shape,
@@ -204,7 +204,7 @@ class NativeOps:
         for pool in (kv.k_PSHD, kv.v_PSHD):
             shape = _pages(pool)
             is_bf16 = pool.dtype is _BF16
-            _native.kv_move(self._team, is_bf16, pool.data_ptr(), shape, start, end, rows)
+            _native.kv_move(self.team, is_bf16, pool.data_ptr(), shape, start, end, rows)
 
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
         rows, heads, dim = q_THD.shape
@@ -217,7 +217,7 @@ class NativeOps:
             raise ValueError("a page table is int32 and contiguous")
         out = _empty((rows, heads, dim))
         _native.attention(
-            self._team,
+            self.team,
             q_THD.data_ptr(),
             _row_stride("q", q_THD),
             rows,
