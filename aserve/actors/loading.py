@@ -67,7 +67,7 @@ def _load(config: Config, progress: Progress) -> Loaded:
     tokens_max = config.schedule.running_max * (context_len + cache.page_size)
     pages_total = pages_for(model.regions(), cache, tokens_max=tokens_max)
     kv = KvStore(model.regions(), cache.page_size, pages_total)
-    sampler = open_sampler(config.compute.kernels, ops)
+    sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
     return Loaded(
         name=config.model.name or name_of(config.model.path),
         context_len=context_len,
