@@ -15,8 +15,8 @@ MODEL ?=
 ARGS ?=
 
 BIN := .venv/bin
-# Bars when a person looks on; only warnings and errors otherwise.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet)
+# Bars when a person looks on; only errors otherwise.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,-qq)
 SAY := @printf 'make: %s\n'
 NATIVE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 TYPED := $(wildcard aserve/errors.py aserve/core aserve/wire aserve/planes aserve/actors aserve/api)
