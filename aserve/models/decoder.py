@@ -1,0 +1,203 @@
+"""The blocks of a pre-norm decoder: attention, SwiGLU, layer, and the stack of them as `Model`.
+
+A block asks for its parameters where it is constructed, each with its name, shape and split; the
+rest of the code knows tensors only, never ranks or files.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.models.regions import Region, kv_region
+from aserve.models.spec import ModelSpec
+from aserve.models.split import Split
+from aserve.models.weights.loader import HEAD, TABLE, Matrix, Weights
+from aserve.tensor.ops import Attend, KvLayer, Ops
+from aserve.tensor.rope import RopeTable, inv_freq
+
+BLOCK_COLUMNS = 32  # a row block is whole tiles of the kernels
+BLOCKS_MAX = 8
+ATTENTION, MLP = ("attn_tp",), ("tp",)
+VOCAB = Split(0, ("tp",))
+
+
+class Mlp(Protocol):
+    def __call__(self, x_TH: Tensor) -> Tensor: ...
+
+
+MlpOf = Callable[[ModelSpec, int, Weights, Ops], Mlp]  # the MLP of a layer, by its global index
+
+
+def row_blocks(k: int) -> int:
+    """In how many blocks a row-parallel sum over k is taken: whatever the layout, so that the sum
+    of ranks that hold whole blocks has the bits of one rank's."""
+    return max(n for n in range(1, BLOCKS_MAX + 1) if n == 1 or k % (BLOCK_COLUMNS * n) == 0)
+
+
+class Attention:
+    """Grouped-query attention over paged KV, with optional biases and q/k norms (Qwen3)."""
+
+    def __init__(self, spec: ModelSpec, layer: int, weights: Weights, ops: Ops) -> None:
+        at = f"model.layers.{layer}.self_attn"
+        dim, hidden = spec.head_dim, spec.hidden
+        # Query heads go with the KV head they share, hence the same units for all of q, k and v.
+        groups = Split(0, ATTENTION, units=spec.kv_heads, replicas=True)
+        heads = dataclasses.replace(groups, units=spec.heads, replicas=False)
+        q_len, kv_len = spec.heads * dim, spec.kv_heads * dim
+        self.qkv = weights.linear(
+            Matrix(f"{at}.q_proj", q_len, hidden, heads, spec.qkv_bias),
+            Matrix(f"{at}.k_proj", kv_len, hidden, groups, spec.qkv_bias),
+            Matrix(f"{at}.v_proj", kv_len, hidden, groups, spec.qkv_bias),
+        )
+        columns = dataclasses.replace(heads, dim=1)
+        self.out = weights.linear(
+            Matrix(f"{at}.o_proj", hidden, q_len, columns, spec.out_bias), row_blocks=spec.kv_heads
+        )
+        self.q_norm = weights.vector(f"{at}.q_norm.weight", dim) if spec.qk_norm else None
+        self.k_norm = weights.vector(f"{at}.k_norm.weight", dim) if spec.qk_norm else None
+        self.heads, self.kv_heads = len(weights.held(heads)), len(weights.held(groups))
+        self.dim, self.eps, self.scale, self.ops = dim, spec.eps, dim**-0.5, ops
+
+    def __call__(self, x_TH: Tensor, kv: KvLayer, attend: Attend, rope: RopeTable) -> Tensor:
+        ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
+        qkv_TAD = ops.linear(x_TH, self.qkv).view(len(x_TH), -1, self.dim)
+        q_THD, k_TGD = qkv_TAD[:, :heads], qkv_TAD[:, heads : heads + kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD = ops.rms_norm(q_THD, self.q_norm, self.eps)
+            k_TGD = ops.rms_norm(k_TGD, self.k_norm, self.eps)
+        ops.rope(q_THD, k_TGD, attend.positions_T, rope)
+        ops.kv_append(k_TGD, qkv_TAD[:, heads + kv_heads :], kv, attend.slots_T)
+        out_THD = ops.attention(q_THD, kv, attend, self.scale)
+        return ops.linear(out_THD.view(len(x_TH), -1), self.out)
+
+
+class SwiGlu:
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020).
+
+    `names` are those of gate, up and down, `sizes` is (hidden, inner).
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, str, str],
+        sizes: tuple[int, int],
+        weights: Weights,
+        ops: Ops,
+        axes: tuple[str, ...] = MLP,
+        bias: bool = False,
+    ) -> None:
+        (gate, up, down), (hidden, inner) = names, sizes
+        blocks = row_blocks(inner)
+        rows = Split(0, axes, units=blocks)
+        self.gate_up = weights.linear(
+            Matrix(gate, inner, hidden, rows, bias), Matrix(up, inner, hidden, rows, bias)
+        )
+        columns = dataclasses.replace(rows, dim=1)
+        self.down = weights.linear(Matrix(down, hidden, inner, columns, bias), row_blocks=blocks)
+        self.ops = ops
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        ops = self.ops
+        return ops.linear(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down)
+
+
+class Layer:
+    """x += attention(norm(x)); x += mlp(norm(x)). The last addition is left to the next norm."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, weights: Weights, ops: Ops, mlp_of: MlpOf
+    ) -> None:
+        at = f"model.layers.{layer}"
+        self.norm_in = weights.vector(f"{at}.input_layernorm.weight", spec.hidden)
+        self.attention = Attention(spec, layer, weights, ops)
+        self.norm_mlp = weights.vector(f"{at}.post_attention_layernorm.weight", spec.hidden)
+        self.mlp = mlp_of(spec, layer, weights, ops)
+        self.eps, self.ops = spec.eps, ops
+
+    def __call__(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, attend: Attend, rope: RopeTable
+    ) -> tuple[Tensor, Tensor]:
+        """(x, what is still to be added to it)."""
+        ops = self.ops
+        if added_TH is None:
+            normed_TH = ops.rms_norm(x_TH, self.norm_in, self.eps)
+        else:
+            x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_in, self.eps)
+        added_TH = self.attention(normed_TH, kv, attend, rope)
+        x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
+        return x_TH, self.mlp(normed_TH)
+
+
+class Model:
+    """The layers of a stage; the embedding comes with the first layer, the head with the last."""
+
+    nbytes = 0  # of weights in memory, set by the loader
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: Ops, mlp_of: MlpOf, stage: range | None = None
+    ) -> None:
+        self.spec, self.ops = spec, ops
+        self.stage = range(spec.layers) if stage is None else stage
+        self.is_first, self.is_last = self.stage.start == 0, self.stage.stop == spec.layers
+        # A tied table is one packed weight, which the embedding reads rows of.
+        if self.is_first and not spec.tied:
+            self.table = weights.table(TABLE, spec.vocab, spec.hidden, VOCAB)
+        divisors = None
+        if spec.rope_divisors:
+            divisors = weights.vector("rope_freqs.weight", spec.head_dim // 2)
+        self.layers = [Layer(spec, layer, weights, ops, mlp_of) for layer in self.stage]
+        if self.is_last:
+            self.norm = weights.vector("model.norm.weight", spec.hidden)
+        if self.is_last or (self.is_first and spec.tied):
+            name = TABLE if spec.tied else HEAD
+            head = Matrix(name.removesuffix(".weight"), spec.vocab, spec.hidden, VOCAB)
+            self.head = weights.linear(head)
+        self.rope = rotary(spec, divisors)
+
+    def regions(self) -> tuple[Region, ...]:
+        """The KV of this stage's layers, as this rank holds it."""
+        spec = self.spec
+        heads = self.layers[0].attention.kv_heads
+        return (kv_region(tuple(self.stage), heads, spec.head_dim, spec.dtype),)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        kv: Sequence[KvLayer],
+        attend: Attend,
+        hidden_TH: Tensor | None = None,
+    ) -> Tensor:
+        """float32 [T, hidden] after the final norm; `kv[i]` belongs to this stage's layer i.
+
+        `tokens_T` is int64. A stage that is not the first takes `hidden_TH` of the one before; one
+        that is not the last returns what the next one takes.
+        """
+        ops = self.ops
+        if self.is_first:
+            x_TH = ops.embed(self.head if self.spec.tied else self.table, tokens_T)
+        else:
+            assert hidden_TH is not None
+            x_TH = hidden_TH
+        added_TH = None
+        for layer, pages in zip(self.layers, kv, strict=True):
+            x_TH, added_TH = layer(x_TH, added_TH, pages, attend, self.rope)
+        assert added_TH is not None
+        if not self.is_last:
+            return ops.add(x_TH, added_TH)
+        return ops.add_rms_norm(x_TH, added_TH, self.norm, self.spec.eps)[1]
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """float32 [R, vocab] of rows that `forward` returned."""
+        return self.ops.linear(hidden_RH, self.head)
+
+
+def rotary(spec: ModelSpec, divisors: Tensor | None) -> RopeTable:
+    """Cosines and sines for every position of the context; `divisors` as GGUF files give them."""
+    frequencies, factor = inv_freq(spec.rope, spec.head_dim)
+    if divisors is not None:
+        frequencies = frequencies / divisors
+    angles = torch.arange(spec.context_len, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return RopeTable(torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1).contiguous())

@@ -1,0 +1,121 @@
+"""The architectures by name, and the two ways in: `load_spec` and `load_model`."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
+from aserve.errors import ConfigError, ModelError
+from aserve.models import dense, mixture
+from aserve.models.decoder import MlpOf, Model
+from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
+from aserve.models.weights.gguf import GgufSource
+from aserve.models.weights.loader import Checklist, Progress, Reader
+from aserve.models.weights.safetensors import open_safetensors
+from aserve.models.weights.source import Source, auto_dtype
+from aserve.tensor.ops import Ops
+from aserve.text.gguf_file import open_gguf
+
+__all__ = ["ARCHITECTURES", "Model", "load_model", "load_spec"]
+
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+ONE_RANK = Layout()
+THREADS_MAX = 4  # that dequantise while one packs
+
+
+class Family(NamedTuple):
+    """`fields_of` gives what a config of this family adds to the spec, `mlp_of` a layer's MLP."""
+
+    fields_of: Callable[[Fields], dict[str, Any]]
+    mlp_of: MlpOf
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(dense.llama, dense.mlp_of),
+    "MistralForCausalLM": Family(dense.mistral, dense.mlp_of),
+    "Qwen2ForCausalLM": Family(dense.qwen2, dense.mlp_of),
+    "Qwen3ForCausalLM": Family(dense.qwen3, dense.mlp_of),
+    "Qwen3MoeForCausalLM": Family(mixture.qwen3_moe, mixture.qwen3_mlp),
+    "MixtralForCausalLM": Family(mixture.mixtral, mixture.mixtral_mlp),
+}
+
+
+def load_spec(path: str | os.PathLike[str]) -> ModelSpec:
+    """What a folder (config.json, safetensors) or a .gguf file holds. Raises ModelError."""
+    with _open(pathlib.Path(path)) as (config, source):
+        return _spec(config, source, auto_dtype(source))
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Literal["auto", "bf16", "float32"] = "auto",
+    ops: Ops,
+    progress: Progress | None = None,
+    layout: Layout = ONE_RANK,
+    rank: int = 0,
+) -> Model:
+    """Read and pack the weights of `path`. `progress` gets (bytes done, bytes in all, what).
+
+    "auto" keeps float32 checkpoints as they are and makes bfloat16 of all others. Raises ModelError
+    with every missing, surplus and misshapen tensor.
+    """
+    with _open(pathlib.Path(path)) as (config, source):
+        spec = _spec(config, source, DTYPES.get(dtype) or auto_dtype(source))
+        mlp_of = ARCHITECTURES[spec.arch].mlp_of
+        whole, part, stage = Checklist(), Checklist(), stage_of(spec.layers, layout, rank)
+        small = dataclasses.replace(spec, context_len=1)  # no need for a rotary table yet
+        Model(small, whole, ops, mlp_of)
+        whole.check(source)
+        Model(small, part, ops, mlp_of, stage)
+        reader = Reader(source, ops, spec.dtype, layout, rank)
+        threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+        with reader.reading_ahead(part, threads, progress):
+            model = Model(spec, reader, ops, mlp_of, stage)
+        model.nbytes = reader.nbytes
+        return model
+
+
+def stage_of(layers: int, layout: Layout, rank: int) -> range:
+    """The layers of a rank's pipeline stage, by global index; shares differ by one at most."""
+    pp, stage = layout.pp, Grid(layout).place(rank).pp
+    if pp > layers:
+        raise ConfigError(f"{layers} layers do not fill layout.pp = {pp} stages")
+    return range(layers * stage // pp, layers * (stage + 1) // pp)
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Source]]:
+    """(fields of a config.json, tensors) of a checkpoint in either format."""
+    if path.is_file():
+        source = GgufSource(open_gguf(path))
+        yield source.config, source
+        return
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json: it is no model folder")
+    config = read_json(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        generation = read_json(path / "generation_config.json")
+        ends = token_ids(generation.get("eos_token_id")) + token_ids(config.get("eos_token_id"))
+        config = {**config, "eos_token_id": list(dict.fromkeys(ends))}
+    with open_safetensors(path) as tensors:
+        yield config, tensors
+
+
+def _spec(config: dict[str, Any], source: Source, dtype: torch.dtype) -> ModelSpec:
+    named = config.get("architectures") or []
+    arch = next((name for name in named if name in ARCHITECTURES), None)
+    if arch is None:
+        given = ", ".join(map(str, named)) or config.get("model_type") or "none"
+        raise ModelError(
+            f"{source.origin} holds architecture {given}, which is not supported: know "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    fields = Fields(config)
+    return decoder_spec(arch, fields, dtype, ARCHITECTURES[arch].fields_of(fields))

@@ -1,0 +1,89 @@
+"""GGUF checkpoints: blocks are dequantised by the `gguf` package when a tensor is read."""
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from aserve.errors import ModelError
+from aserve.models.weights import gguf_names
+from aserve.models.weights.source import Entry, Index
+from aserve.text.gguf_file import GgufFile
+
+KINDS = {
+    *(Kind.F32, Kind.F16, Kind.BF16),
+    *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K),
+}
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: by its GGUF name, and its number in a stack of experts."""
+
+    name: str
+    expert: int | None
+    swapped_heads: int  # its rows stand as interleaved rotary pairs of so many heads
+
+
+class GgufSource:
+    def __init__(self, file: GgufFile) -> None:
+        config = gguf_names.config_of(file)
+        arch = config["architectures"][0]
+        heads = {
+            "q_proj": config["num_attention_heads"],
+            "k_proj": config["num_key_value_heads"] or config["num_attention_heads"],
+        }
+        self.origin = file.path
+        self.config = config
+        self.entries: dict[str, Entry] = {}
+        self._file = file
+        self._places: dict[str, Place] = {}
+        refused = sorted({t.kind.name for t in file.tensors.values() if t.kind not in KINDS})
+        if refused:
+            known = ", ".join(kind.name for kind in sorted(KINDS))
+            raise ModelError(f"{file.path} uses {', '.join(refused)}, not supported: know {known}")
+        for gguf_name, tensor in file.tensors.items():
+            names = gguf_names.renamed(gguf_name, arch, config["num_experts"] or 0)
+            for name, expert in names:
+                stacked = expert is not None
+                shape = tensor.shape[1:] if stacked else tensor.shape
+                n_bytes = tensor.n_bytes // (tensor.shape[0] if stacked else 1)
+                self.entries[name] = Entry(shape, tensor.kind.name, n_bytes)
+                # llama.cpp stores q and k of this architecture for interleaved rotary pairs.
+                swapped = heads.get(name.split(".")[-2], 0) if file.arch == "llama" else 0
+                self._places[name] = Place(gguf_name, expert, swapped)
+
+    def read(self, name: str, index: Index) -> Tensor:
+        place = self._places[name]
+        kind = self._file.tensors[place.name].kind
+        raw = self._file.raw(place.name)
+        if place.expert is not None:
+            raw = raw[place.expert]
+        if len(self.entries[name].shape) < 2:
+            values = _values(raw, kind)
+            if place.swapped_heads:
+                values = _half_split(values.numpy()[:, None], place.swapped_heads)[:, 0]
+            return torch.as_tensor(values)[index]
+        if place.swapped_heads:
+            raw = _half_split(raw, place.swapped_heads)
+        # A row is whole blocks, so rows are chosen before dequantising, columns after.
+        return _values(raw[index[0]], kind)[(slice(None), *index[1:])]
+
+
+def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows (2i, 2i + 1) of each head become rows i and i + half."""
+    n_rows, width = rows.shape
+    if n_rows % (2 * heads):
+        return rows  # misshapen: the check of all shapes says so
+    return rows.reshape(heads, n_rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _values(raw: np.ndarray, kind: Kind) -> Tensor:
+    if kind == Kind.BF16:
+        return torch.from_numpy(np.ascontiguousarray(raw).view(np.int16)).view(torch.bfloat16)
+    if kind in (Kind.F32, Kind.F16):
+        dtype = np.float32 if kind == Kind.F32 else np.float16
+        return torch.from_numpy(np.ascontiguousarray(raw).view(dtype)).float()
+    return torch.from_numpy(gguf.dequantize(raw, kind))

@@ -1,0 +1,224 @@
+"""From names to packed weights: what a model asks for is first checked in one go, then read.
+
+A model is constructed twice: with `Checklist`, which only notes what it asks for, then with
+`Reader`, which delivers. So a parameter's name, shape and split stand once, beside their use.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.core.config import Layout
+from aserve.errors import ModelError
+from aserve.models.split import WHOLE, Split, bounds, slice_for
+from aserve.models.weights.source import Source
+from aserve.tensor.ops import Linear, Ops
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
+
+LISTED_MAX = 12  # of each sort of finding
+READ_AHEAD_BYTES = 64 << 20
+HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")  # derived from the config
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matrix:
+    """`name`.weight [n, k], with `name`.bias [n] if `bias`. Dimension 0 is the output."""
+
+    name: str
+    n: int
+    k: int
+    split: Split = WHOLE
+    bias: bool = False
+
+
+class Weights(Protocol):
+    """What a layer takes its parameters from."""
+
+    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+        """One weight of several with the same k, one under the other."""
+        ...
+
+    def vector(self, name: str, n: int) -> Tensor:
+        """float32 [n], the same on every rank."""
+        ...
+
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
+        """An embedding, in the dtype of the model."""
+        ...
+
+    def held(self, split: Split) -> range:
+        """Which units of a split parameter (heads, experts) are held here."""
+        ...
+
+
+class Checklist:
+    """Notes every parameter asked for, in order; hands out nothing that could be used."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, tuple[tuple[int, ...], Split]] = {}
+
+    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+        for part in parts:
+            self._note(f"{part.name}.weight", (part.n, part.k), part.split)
+            if part.bias:
+                self._note(f"{part.name}.bias", (part.n,), _bias_split(part.split))
+        return None  # type: ignore[return-value]
+
+    def vector(self, name: str, n: int) -> Tensor:
+        self._note(name, (n,), WHOLE)
+        return None  # type: ignore[return-value]
+
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
+        self._note(name, (rows, columns), split)
+        return None  # type: ignore[return-value]
+
+    def held(self, split: Split) -> range:
+        return range(split.units)
+
+    def _note(self, name: str, shape: tuple[int, ...], split: Split) -> None:
+        assert self.expected.get(name, (shape, split)) == (shape, split), name
+        self.expected[name] = (shape, split)
+
+    def check(self, source: Source) -> None:
+        """Raise one ModelError that lists what is missing, misshapen and surplus."""
+        found = source.entries
+        missing = sorted(self.expected.keys() - found.keys())
+        surplus = sorted(found.keys() - self.expected.keys())
+        surplus = [name for name in surplus if not self._is_harmless(name, source)]
+        misshapen = [
+            f"{name} is {list(found[name].shape)}, should be {list(shape)}"
+            for name, (shape, _) in self.expected.items()
+            if name in found and found[name].shape != shape
+        ]
+        if missing or surplus or misshapen:
+            raise ModelError(
+                [
+                    f"{source.origin}: the weights do not fit the config",
+                    *_listed("missing", missing),
+                    *_listed("misshapen", misshapen),
+                    *_listed("surplus", surplus),
+                ]
+            )
+
+    def _is_harmless(self, name: str, source: Source) -> bool:
+        if name == HEAD and TABLE in self.expected:  # a tied head may be written out all the same
+            return source.entries[name].shape == self.expected[TABLE][0]
+        return HARMLESS.fullmatch(name) is not None
+
+
+def _listed(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        yield f"{len(names)} {what}:"
+        yield from (f"  {name}" for name in names[:LISTED_MAX])
+        if len(names) > LISTED_MAX:
+            yield f"  ... and {len(names) - LISTED_MAX} more"
+
+
+def _bias_split(split: Split) -> Split:
+    return split if split.dim == 0 else WHOLE
+
+
+class Reader:
+    """Reads, slices, converts and packs. Worker threads dequantise ahead of the caller."""
+
+    def __init__(self, source: Source, ops: Ops, dtype: torch.dtype, layout: Layout, rank: int):
+        self.nbytes = 0  # held in memory so far
+        self._source = source
+        self._ops = ops
+        self._dtype = dtype
+        self._layout = layout
+        self._rank = rank
+        self._ahead: dict[str, Future[Tensor]] = {}
+        self._queue: collections.deque[str] = collections.deque()
+        self._expected: dict[str, tuple[tuple[int, ...], Split]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._taken: Callable[[int], None] = lambda n_bytes: None
+        self._ahead_bytes = 0
+
+    @contextmanager
+    def reading_ahead(
+        self, checklist: Checklist, threads: int, progress: Progress | None
+    ) -> Iterator[None]:
+        """Within this, `checklist`'s tensors are read by `threads` before they are asked for."""
+        self._expected = checklist.expected
+        self._queue.extend(checklist.expected)
+        total = sum(self._source.entries[name].n_bytes for name in checklist.expected)
+        done = 0
+
+        def taken(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            if progress is not None:
+                progress(done, total, "loading weights")
+
+        self._taken = taken
+        with ThreadPoolExecutor(threads, thread_name_prefix="weights") as self._pool:
+            try:
+                yield
+            finally:
+                self._pool.shutdown(cancel_futures=True)
+                self._ahead.clear()
+                self._queue.clear()
+
+    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+        weights = [self._read(f"{part.name}.weight") for part in parts]
+        split = parts[0].split
+        if split.dim == 1 and split.axes:
+            blocks = Split(0, split.axes, units=row_blocks)
+            row_blocks = len(self.held(blocks))
+        bias = None
+        if any(part.bias for part in parts):
+            rows = zip(parts, weights, strict=True)
+            bias = torch.cat([self._bias(part, len(weight)) for part, weight in rows])
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        linear = self._ops.pack(weight.contiguous(), bias, row_blocks)
+        self.nbytes += linear.nbytes
+        return linear
+
+    def vector(self, name: str, n: int) -> Tensor:
+        return self._keep(self._read(name).float().clone())
+
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
+        return self._keep(self._read(name).clone())
+
+    def held(self, split: Split) -> range:
+        return range(*bounds(split, split.units, self._layout, self._rank))
+
+    def _bias(self, part: Matrix, n_rows: int) -> Tensor:
+        # Of a row-parallel sum one rank adds the bias; of the others each adds its own rows.
+        if part.bias and (part.split.dim == 0 or self._rank == 0):
+            return self._read(f"{part.name}.bias").float()
+        return torch.zeros(n_rows)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        self._read_ahead(name)
+        tensor = self._ahead.pop(name).result()
+        n_bytes = self._source.entries[name].n_bytes
+        self._ahead_bytes -= n_bytes
+        self._taken(n_bytes)
+        return tensor
+
+    def _read_ahead(self, wanted: str) -> None:
+        assert self._pool is not None, "read inside reading_ahead"
+        while self._queue and (wanted not in self._ahead or self._ahead_bytes < READ_AHEAD_BYTES):
+            name = self._queue.popleft()
+            self._ahead[name] = self._pool.submit(self._convert, name)
+            self._ahead_bytes += self._source.entries[name].n_bytes
+
+    def _convert(self, name: str) -> Tensor:
+        shape, split = self._expected[name]
+        tensor = self._source.read(name, slice_for(split, shape, self._layout, self._rank))
+        return tensor if len(shape) == 1 else tensor.to(self._dtype)
