@@ -206,7 +206,7 @@ def matrix() -> str:
     lines = ["| feature | works | with | set by |", "|---|---|---|---|"]
     for row in rows():
         if not row.works:
-            lines.append(f"| {row.feature} | no: {row.why} | | {row.set_by} |")
+            lines.append(f"| {row.feature} | no: {row.why} | - | {row.set_by or '-'} |")
             continue
         cases = [f"not with {other}: {why}" for other, why in row.refused_with.items()]
         cases = cases or ["all that works"]
