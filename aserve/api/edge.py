@@ -18,7 +18,7 @@ from aserve.errors import RequestError
 logger = logging.getLogger("aserve.http")
 OPEN_PATHS = frozenset(("/health", "/ready"))
 QUIET_PATHS = frozenset(("/health", "/ready", "/metrics"))
-DISCARD_BYTES_MAX = 8 << 20
+DISCARD_BYTES_MAX = 64 << 20
 DISCARD_S = 2.0
 
 
@@ -66,8 +66,10 @@ class Edge:
             )
         call.error = str(failure)
         if call.status == 0:
-            await receive.discard()
-            await send_json(send, error_json(failure), failure.status, error_headers(failure))
+            headers = error_headers(failure)
+            if not await receive.discard():
+                headers.append((b"connection", b"close"))
+            await send_json(send, error_json(failure), failure.status, headers)
         elif call.event_stream:
             event = b"data: " + error_json(failure) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
@@ -123,12 +125,16 @@ class _Reader:
             self._complete = True
         return message
 
-    async def discard(self) -> None:
-        """Read the rest before refusing: most clients look for an answer only after sending."""
+    async def discard(self) -> bool:
+        """Read the rest before refusing: most clients look for an answer only after sending.
+
+        False if there is more than anybody waits for.
+        """
         taken = 0
         with trio.move_on_after(DISCARD_S):
             while not self._complete and taken < DISCARD_BYTES_MAX:
                 taken += len((await self()).get("body", b""))
+        return self._complete
 
 
 def _sender(call: Call, send: Send) -> Callable[[MutableMapping[str, Any]], Awaitable[None]]:

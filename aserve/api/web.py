@@ -17,7 +17,7 @@ from aserve.errors import ConfigError, RequestError
 
 logger = logging.getLogger("aserve.http")
 BACKLOG = 512
-HEADER_BYTES_MAX = 64 << 10
+HEADER_BYTES_MAX = 32 << 10
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
