@@ -74,7 +74,7 @@ class Choice:
         """How many of `tokens` count, the text that may be shown, and the stop string met."""
         if self._stops is None and stop_token is None:
             return len(tokens), self._detokenizer.push(tokens), None
-        parts = []
+        parts: list[str] = []
         for place, token in enumerate(tokens, 1):
             if token == stop_token and not self._params.include_stop_str_in_output:
                 return len(tokens), "".join(parts), None

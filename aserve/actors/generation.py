@@ -121,7 +121,7 @@ class Generation:
         request_id: str,
         prompt_token_ids: tuple[int, ...],
         stream: Stream,
-        abort: Callable[[], None],
+        abort: Callable[[], object],
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids

@@ -12,8 +12,9 @@ import trio
 from tqdm import tqdm
 
 from aserve.actors.completion import Completion, collect
-from aserve.actors.engine import Engine, Progress, RequestOptions, open_engine
+from aserve.actors.engine import Engine, RequestOptions, open_engine
 from aserve.actors.generation import Generation
+from aserve.actors.loading import Progress
 from aserve.actors.portal import Portal
 from aserve.actors.prompt import Prompt
 from aserve.core.config import Config

@@ -68,7 +68,7 @@ async def test_a_hundred_at_once_under_a_tiny_pool_say_what_each_says_alone(
         for number in range(100):
             prompt = (*PROMPT[: number % 30 + 1], number)
             assert found[number] == said(engine, prompt, params(seed=number))
-        assert engine.statistics().planner.n_retractions > 0
+        assert engine.statistics().planner.retractions > 0
         assert pages_held(engine) == 0
 
 
@@ -126,14 +126,14 @@ async def test_abort_ends_the_stream_and_frees_pages_within_a_step(
         generation = engine.generate(PROMPT, params(max_tokens=200), request_id="it")
         for _ in range(read):
             await generation.__anext__()
-        steps = engine.statistics().planner.n_steps
+        steps = engine.statistics().planner.steps
         assert engine.abort("it")
         assert not engine.abort("it")
         rest = [delta async for delta in generation]
         assert rest[-1].finish_reason == "abort"
         await trio.testing.wait_all_tasks_blocked()
         assert pages_held(engine) == 0
-        assert engine.statistics().planner.n_steps <= steps + 1
+        assert engine.statistics().planner.steps <= steps + 1
         assert engine.statistics().finished == {"abort": 1}
 
 
@@ -147,7 +147,7 @@ async def test_leaving_the_loop_early_frees_the_pages(open_legible: OpenEngine) 
         await trio.testing.wait_all_tasks_blocked()
         statistics = engine.statistics()
         assert statistics.planner.kv_pages_used == 0
-        assert statistics.planner.n_steps < 10
+        assert statistics.planner.steps < 10
 
 
 async def test_a_consumer_that_sleeps_gets_everything_in_one_piece(open_legible: OpenEngine) -> None:
@@ -242,9 +242,9 @@ async def test_draining_aborts_what_outlasts_the_limit(open_legible: OpenEngine)
 async def test_an_idle_engine_takes_no_steps(open_legible: OpenEngine) -> None:
     async with open_legible() as engine:
         await finish(engine, PROMPT, params())
-        steps = engine.statistics().planner.n_steps
+        steps = engine.statistics().planner.steps
         await trio.testing.wait_all_tasks_blocked()
-        assert engine.statistics().planner.n_steps == steps
+        assert engine.statistics().planner.steps == steps
 
 
 async def test_statistics_count_what_happened(open_legible: OpenEngine) -> None:
@@ -260,7 +260,7 @@ async def test_statistics_count_what_happened(open_legible: OpenEngine) -> None:
         assert statistics.ttft_s.count == 2
         assert statistics.e2e_s.count == 2
         assert statistics.inter_token_s.count == 46
-        assert statistics.step_s.count == statistics.planner.n_steps
+        assert statistics.step_s.count == statistics.planner.steps
 
 
 async def test_a_salt_keeps_prefixes_apart(open_legible: OpenEngine) -> None:
