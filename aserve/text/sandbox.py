@@ -20,7 +20,8 @@ from jinja2.visitor import NodeTransformer
 
 STEPS_MAX = 1_000_000
 CHARS_MAX = 256 << 20  # of every value a template makes, together
-VALUE_LEN_MAX = 8 << 20  # characters and items of one value, nested ones included
+VALUE_LEN_MAX = 8 << 20  # characters of one value, nested ones included
+ITEM_LEN = 16  # what an item of a list or mapping counts beside its characters
 NUMBER_MAX = 1 << 16  # as an argument of a function or filter: widths, counts, indents
 
 # Names a template cannot write, so it can neither call nor replace them.
@@ -69,10 +70,10 @@ def weight(value: Any) -> int:
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, Mapping):
-            total += len(item)
+            total += ITEM_LEN * len(item)
             waiting.extend(item.values())
         elif isinstance(item, list | tuple):
-            total += len(item)
+            total += ITEM_LEN * len(item)
             waiting.extend(item)
         if total > VALUE_LEN_MAX:
             raise Exhausted("the chat template makes a value that is too long")
@@ -122,7 +123,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = budget_of_rendering.get()
         budget.step(self._called_len)
-        owner = getattr(function, "__self__", None)
+        # The sandbox wraps `str.format`, so look below.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
             _check_text(owner, function.__name__, (*args, *kwargs.values()))
         return budget.value(super().call(context, function, *args, **kwargs))
@@ -178,6 +180,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
+        if name == "join":  # a generator would not tell its length
+            args = (*args[:skipped], list(args[skipped]), *args[skipped + 1 :])
         given = (*args[skipped:], *kwargs.values())
         if name in _GROWS:
             text = given[0] if isinstance(given[0], str) else ""
@@ -220,8 +224,9 @@ def _check_text(text: str, name: str, given: tuple[Any, ...]) -> None:
             raise Exhausted("the chat template formats a value too wide")
         budget.room((text.count("{") + text.count("%")) * largest)
     elif name == "join":
-        counts = [len(value) for value in given if hasattr(value, "__len__")]
-        budget.room(len(text) * max(counts, default=0))
+        texts = [len(value) for value in (text, *given) if isinstance(value, str)]
+        counts = [len(value) for value in given if isinstance(value, list | tuple)]
+        budget.room(max(texts, default=0) * max(counts, default=0))
     elif name in ("indent", "expandtabs"):
         budget.room((text.count("\n") + text.count("\t") + 1) * largest)
 

@@ -1,5 +1,6 @@
 """The sampler: native against its twin, each parameter against an independent source, the noise."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -131,15 +132,15 @@ def test_native_draws_what_its_twin_draws(case: tuple[torch.Tensor, list[SampleR
     logits, rows = case
     before = logits.clone()
     twins = ReferenceSampler().sample(logits, rows)
-    before = _native.level()
-    levels = ("generic", before)
+    level_before = _native.level()
+    levels = ("generic", level_before)
     try:
         for name in levels:
             _native.set_level(name)
             for native, twin in zip(NativeSampler().sample(logits, rows), twins, strict=True):
                 assert_same(native, twin)
     finally:
-        _native.set_level(before)
+        _native.set_level(level_before)
     assert torch.equal(logits, before)
 
 
@@ -201,7 +202,7 @@ def test_seeds_and_positions_draw_independently() -> None:
     for rows in (by_seed, by_position):
         drawn = [each.token for each in sampler.sample(logits, rows)]
         assert 1850 < sum(drawn) < 2150  # 4.7 standard deviations
-        repeats = sum(a == b for a, b in zip(drawn, drawn[1:], strict=False))
+        repeats = sum(a == b for a, b in itertools.pairwise(drawn))
         assert 1850 < repeats < 2150
 
 
@@ -262,7 +263,8 @@ def test_repetition_penalty_is_that_of_transformers(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("top_k", 5), ("top_k", 49), ("top_p", 0.7), ("top_p", 0.05), ("min_p", 0.1)]
+    ("name", "value"),
+    [("top_k", 5), ("top_k", 49), ("top_p", 0.7), ("top_p", 0.05), ("min_p", 0.1)],
 )
 def test_filters_are_those_of_transformers(name: str, value: float) -> None:
     import transformers
@@ -320,7 +322,8 @@ def test_bad_words_are_those_of_transformers(sampler: Sampler) -> None:
         for token in tokens[1:]:
             grown.append(token)
         assert sorted(grown.banned()) == sorted(history.banned())
-    assert draw(sampler, [0.0, 1.0, 9.0], row([1], 1, temperature=0.0, bad_words=((1, 2),))).token == 1
+    one = row([1], 1, temperature=0.0, bad_words=((1, 2),))
+    assert draw(sampler, [0.0, 1.0, 9.0], one).token == 1
 
 
 def test_min_tokens_holds_back_stops_and_no_longer(sampler: Sampler) -> None:
