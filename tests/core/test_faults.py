@@ -1,0 +1,219 @@
+"""Planted faults: each must be caught by an assertion, a Desync or a wrong text."""
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+import pytest
+
+from aserve.core import compose
+from aserve.core.admission import NewTokenRatio
+from aserve.core.group import Group
+from aserve.core.message import Rows, StepPlan
+from aserve.core.outbox import Outbox
+from aserve.core.pages import PagePool
+from aserve.core.planner import Planner
+from aserve.core.radix import Node, RadixTree
+from aserve.core.sequence import NOT_IN_FLIGHT, Sequence
+from aserve.errors import Desync
+from tests.core.deployment import Deployment
+from tests.core.test_simulation import check, run
+
+CAUGHT = (AssertionError, Desync, KeyError, IndexError)
+
+
+def load(fault: Callable[[StepPlan], StepPlan] | None = None) -> Deployment:
+    deployment = Deployment(page_size=4, pages_total=24)
+    if fault is not None:
+        deployment.fault = fault
+    for seq in range(6):
+        tokens = [(seq // 2 * 7 + at) % 40 for at in range(9)]
+        deployment.ask(seq, tokens, max_tokens=12, seed=seq)
+    deployment.pump()
+    deployment.check_texts()
+    return deployment
+
+
+def test_without_a_fault_the_load_runs() -> None:
+    load().check_idle()
+
+
+def on_rows(step: int, change: Callable[[Rows], Rows]) -> Callable[[StepPlan], StepPlan]:
+    """A change to the first rows of a step, on the way to the rank."""
+
+    def fault(plan: StepPlan) -> StepPlan:
+        if plan.step != step:
+            return plan
+        batch = plan.batches[0]
+        rows = (change(batch.rows[0]), *batch.rows[1:])
+        changed = msgspec.structs.replace(batch, rows=rows)
+        return msgspec.structs.replace(plan, batches=(changed, *plan.batches[1:]))
+
+    return fault
+
+
+def other_page(rows: Rows) -> Rows:
+    return msgspec.structs.replace(rows, pages=tuple((page + 1) % 24 for page in rows.pages))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        on_rows(0, other_page),
+        on_rows(1, lambda rows: msgspec.structs.replace(rows, start=rows.start + 1)),
+        on_rows(1, lambda rows: msgspec.structs.replace(rows, tokens=(39,))),
+        on_rows(1, lambda rows: msgspec.structs.replace(rows, sample=not rows.sample)),
+        lambda plan: msgspec.structs.replace(plan, drops=()),
+        lambda plan: msgspec.structs.replace(plan, commits=plan.commits[1:]),
+        lambda plan: msgspec.structs.replace(plan, commits=plan.commits[:1] * 2),
+        lambda plan: msgspec.structs.replace(plan, step=max(0, plan.step - 1)),
+    ],
+    ids=["pages", "start", "tokens", "sample", "drops", "commits", "commit twice", "step"],
+)
+def test_a_plan_spoilt_on_its_way_is_caught(fault: Callable[[StepPlan], StepPlan]) -> None:
+    with pytest.raises(CAUGHT):
+        load(fault)
+
+
+def test_a_page_table_spoilt_on_a_rank_changes_the_text() -> None:
+    deployment = Deployment(page_size=4, pages_total=24)
+    deployment.ask(0, list(range(9)), max_tokens=12)
+    deployment.ask(1, list(range(20, 29)), max_tokens=12)
+    deployment.step()
+    states = deployment.replica.sequences
+    states[0].pages[0] = states[1].pages[0]
+    deployment.pump()
+    with pytest.raises(AssertionError):
+        deployment.check_texts()
+
+
+def test_kv_spoilt_on_a_rank_changes_the_text() -> None:
+    deployment = Deployment(page_size=4, pages_total=24)
+    deployment.ask(0, list(range(9)), max_tokens=12)
+    deployment.step()
+    deployment.kv[0][deployment.replica.sequences[0].pages[1] * 4] += 1
+    deployment.pump()
+    with pytest.raises(AssertionError):
+        deployment.check_texts()
+
+
+def match_without_salt(tree: RadixTree, salt: str, tokens: list[int], len_max: int) -> Node | None:
+    for known in tree._roots:
+        node = RIGHT["match"](tree, known, tokens, len_max)
+        if node is not None and node.depth:
+            return node
+    return RIGHT["match"](tree, salt, tokens, len_max)
+
+
+def match_too_much(tree: RadixTree, salt: str, tokens: list[int], len_max: int) -> Node | None:
+    node = RIGHT["match"](tree, salt, tokens, len_max)
+    return next(iter(node.children.values()), node) if node is not None else None
+
+
+def evict_the_locked(tree: RadixTree, n_pages: int) -> None:
+    root = next(iter(tree._roots.values()), None)
+    if not n_pages or root is None or not root.children:
+        RIGHT["evict"](tree, n_pages)
+        return
+    node = next(iter(root.children.values()))
+    while node.children:
+        node = next(iter(node.children.values()))
+    tree._remove(node)
+
+
+def leave_at_once(group: Group, sequence: Sequence, keep: bool) -> None:
+    del group.running[sequence.seq]
+    group.prefilling.pop(sequence.seq, None)
+    group.release(sequence, keep)
+    sequence.in_flight = NOT_IN_FLIGHT
+
+
+def store_what_is_not_computed(group: Group, sequence: Sequence, n_pages: int) -> None:
+    RIGHT["store"](group, sequence, min(n_pages + 1, sequence.promised_pages))
+
+
+def give_back_twice(pool: PagePool, page: int) -> None:
+    pool._places[page] = 1
+    RIGHT["give_back"](pool, page)
+
+
+def drop_nothing(outbox: Outbox, sequence: Sequence, done: bool) -> None:
+    outbox._commits[sequence.microbatch].pop(sequence.seq, None)
+
+
+def drop_without_the_commit(outbox: Outbox, sequence: Sequence, done: bool) -> None:
+    outbox._commits[sequence.microbatch].pop(sequence.seq, None)
+    RIGHT["drop"](outbox, sequence, done)
+
+
+def retract_the_token(composer: compose.Composer, sequence: Sequence) -> None:
+    RIGHT["retract"](composer, sequence)
+    sequence.tokens.pop()
+
+
+def release_and_keep_a_page(group: Group, sequence: Sequence, keep: bool) -> None:
+    sequence.pages = sequence.pages[: max(sequence.cached_pages, len(sequence.pages) - 1)]
+    sequence.kv_len = min(sequence.kv_len, len(sequence.pages) * group.page_size)
+    RIGHT["release"](group, sequence, keep)
+
+
+def forget_a_lock(tree: RadixTree, node: Node) -> None:
+    if node.depth % 2:
+        RIGHT["unlock"](tree, node)
+
+
+RIGHT = {
+    "evict": RadixTree.evict,
+    "match": RadixTree.match,
+    "store": Group.store,
+    "give_back": PagePool.give_back,
+    "drop": Outbox.drop,
+    "retract": compose.Composer._retract,
+    "release": Group.release,
+    "unlock": RadixTree.unlock,
+}
+
+FAULTS = [
+    (RadixTree, "match", match_too_much),
+    (RadixTree, "evict", evict_the_locked),
+    (RadixTree, "unlock", forget_a_lock),
+    (Group, "leave", leave_at_once),
+    (Group, "store", store_what_is_not_computed),
+    (Group, "release", release_and_keep_a_page),
+    (PagePool, "take", lambda pool: pool._free[-1]),
+    (PagePool, "give_back", lambda pool, page: None),
+    (Outbox, "drop", drop_nothing),
+    (Outbox, "drop", drop_without_the_commit),
+    (compose.Composer, "_retract", retract_the_token),
+    (compose.Composer, "_chunk_len", lambda composer, lane, work_len, start: work_len),
+    (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages: True),
+    (Sequence, "reusable_len", lambda sequence: len(sequence.tokens)),
+    (Planner, "_settle", lambda planner, sequence, rows, result: None),
+]
+
+
+def run_many(n_runs: int) -> None:
+    for seed in range(n_runs):
+        check(run(Random(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"), FAULTS, ids=[f"{i}-{name}" for i, (_, name, _) in enumerate(FAULTS)]
+)
+def test_a_fault_in_the_planner_is_caught_by_random_loads(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(CAUGHT):
+        run_many(60)
+
+
+def test_sharing_across_salts_is_caught_by_the_salt_scenario(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.core.test_planner import test_salts_never_share_a_page
+
+    monkeypatch.setattr(RadixTree, "match", match_without_salt)
+    with pytest.raises(AssertionError):
+        test_salts_never_share_a_page()
