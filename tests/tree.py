@@ -70,9 +70,10 @@ def _imports(body: list[ast.stmt], at_import: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             yield from (Import(name.name, node.lineno, at_import) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: relative imports hide the floor"
+            # A relative import keeps its dots: no floor allows it, since it hides where it goes.
+            module = "." * node.level + (node.module or "")
             for name in node.names:
-                yield Import(f"{node.module}.{name.name}", node.lineno, at_import)
+                yield Import(f"{module}.{name.name}", node.lineno, at_import)
         else:
             now = at_import and not _later(node)
             for block in ("body", "orelse", "finalbody"):

@@ -19,7 +19,7 @@ from aserve.bench.client import Connection, Events, Malformed, Target
 from aserve.bench.measured import Seen, summarize, table
 from aserve.bench.workload import Ask, Fit, Prompts, Span, draw_workload
 
-PROBE_WORDS = (64, 192)
+PROBE_WORDS = (16, 80)
 BODY_BYTES_MAX = 64 << 20
 
 

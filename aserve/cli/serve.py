@@ -35,7 +35,8 @@ def run(given: Sequence[str]) -> int:
 
         def ready(url: str) -> None:
             progress.close()
-            say(f"serving {name_of(config.model)} at {url} (ready in {clock})")
+            name = config.model.name or name_of(config.model.path)
+            say(f"serving {name} at {url} (ready in {clock})")
 
         async def main() -> None:
             await serve(config, ready=ready, progress=progress)
