@@ -42,9 +42,8 @@ class Lane:
         n_tokens, end = len(tokens), start + n_rows
         assert end <= n_tokens, sequence.seq
         assert end <= len(sequence.pages) * self.group.page_size, sequence.seq
-        self.rows.append(
-            Rows(sequence.seq, start, tuple(tokens[start:end]), (), end == n_tokens, pages)
-        )
+        work = sequence.work[:n_rows] if n_rows > 1 else (tokens[start],)
+        self.rows.append(Rows(sequence.seq, start, work, (), end == n_tokens, pages))
         self.scheduled.append(sequence)
         self.numbers += (
             sequence.seq,

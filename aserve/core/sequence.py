@@ -31,7 +31,8 @@ class Sequence:
     """What the planner knows of one request's choice.
 
         [0, kv_len)             has KV: [0, cached_pages * page_size) is also in the tree
-        [kv_len, len(tokens))   known, not computed: the work, followed by the draft
+        [kv_len, len(tokens))   known, not computed: the work, followed by the draft (none yet:
+                                there is no drafter)
 
     `pages` is the page table; its first `cached_pages` are the tree's, down to `node`, which is
     locked; the others are its own. `promised_pages` are to be in the tree after the prefill.

@@ -55,6 +55,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "server.api_key": (None, None, "clients must send it as a bearer token"),
     "server.drain_s": (0.0, SECONDS_MAX, "time for running requests after SIGTERM"),
     "server.read_s": (0.001, SECONDS_MAX, "a request's body must have come within this"),
+    "server.keep_alive_s": (0.0, SECONDS_MAX, "an idle connection is kept this long"),
     "server.connections_max": (1, 1 << 20, "open connections; beyond it clients get 503"),
     "server.write_s": (0.001, SECONDS_MAX, "a client that reads nothing this long is cut off"),
     "server.request_s": (0.001, SECONDS_MAX, "longest life of a request"),

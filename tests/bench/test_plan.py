@@ -1,4 +1,4 @@
-"""`aserve bench plan` runs, adds up and speaks JSON; the bars themselves are for a quiet machine."""
+"""`aserve bench plan` runs, adds up and speaks JSON; its bars are for a quiet machine."""
 
 import json
 

@@ -22,6 +22,7 @@ from aserve.core.message import (
 from aserve.core.planner import CacheSpec, Planner
 from aserve.core.replica import Replica, RowsView
 from aserve.core.request import Output, Request
+from aserve.core.sequence import Sequence
 
 VOCAB = 40
 EMPTY = -1
@@ -106,10 +107,12 @@ class Deployment:
 
     def plan_one(self) -> StepPlan | None:
         """One plan, checked, computed at once; its report waits in `reports`."""
+        queue = list(self.planner._composer.queue)
         plan = self.planner.plan()
         self.planner.audit()
         if plan is None:
             return None
+        self._check_order(plan, queue)
         self._check_budget(plan)
         self.plans.append(plan)
         views = self.replica.apply(decode_plan(encode_plan(self.fault(plan))))
@@ -168,6 +171,12 @@ class Deployment:
         self.texts[output.seq] += output.tokens
         if output.finish_reason is not None:
             self.ends[output.seq] = output
+
+    def _check_order(self, plan: StepPlan, queue: list[Sequence]) -> None:
+        """Nobody is passed over but those who wait for pages that others compute."""
+        admitted = [admit.seq for admit in plan.admits]
+        expected = [sequence.seq for sequence in queue if sequence.waits_for is None]
+        assert [seq for seq in expected if seq in admitted] == expected[: len(admitted)]
 
     def _check_budget(self, plan: StepPlan) -> None:
         n_rows = 0
