@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import llguidance
 import numpy as np
 import numpy.typing as npt
-import tokenizers
 
 from aserve.core.config import Limits
 from aserve.core.message import Grammar
@@ -29,10 +28,16 @@ class Source(Protocol):
     """What is needed of a text.Tokenizer."""
 
     @property
-    def hf(self) -> tokenizers.Tokenizer: ...
+    def vocab_size(self) -> int: ...
 
     @property
     def eos_ids(self) -> Sequence[int]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def is_special(self, token: int) -> bool: ...
+
+    def encode(self, text: str, add_special: bool, *, parse_special: bool) -> list[int]: ...
 
 
 def check(structured: StructuredOutput, limits: Limits) -> Grammar:
@@ -63,7 +68,7 @@ def compile(grammar: Grammar, tokenizer: Source, vocab: int) -> "GrammarMatcher"
     The first call for a tokenizer builds its token trie (about 0.4 s), the first for a grammar its
     lexer and first mask: call it off the event loop. Raises RequestError (400).
     """
-    matcher = _prototype(grammar, _environment(tokenizer.hf, tuple(tokenizer.eos_ids), vocab))
+    matcher = _prototype(grammar, _environment(tokenizer, vocab))
     return GrammarMatcher(matcher.deep_copy(), vocab)
 
 
@@ -113,18 +118,56 @@ class GrammarMatcher:
         return all(self.accept(token) for token in tokens)
 
 
+class _Vocabulary:
+    """A tokenizer as llguidance's TokenizerWrapper wants it.
+
+    llguidance's own reading of tokenizer.json takes every token that looks like `<name>` for a
+    special one and then refuses it where a grammar wants that very text. Here a token is special
+    only if the tokenizer says so, and text is never split into special tokens.
+    """
+
+    def __init__(self, tokenizer: Source, vocab: int) -> None:
+        count = max(vocab, tokenizer.vocab_size)
+        ids = range(tokenizer.vocab_size)
+        self.special_token_ids = [token for token in ids if tokenizer.is_special(token)]
+        self.tokens = [tokenizer.token_bytes(token) for token in ids]
+        self.tokens += [b""] * (count - len(self.tokens))
+        for token in self.special_token_ids:
+            self.tokens[token] = b"<special %d>" % token
+        self.eos_token_id = next(iter(tokenizer.eos_ids), None)
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+        longest_first = sorted(set(self.tokens) - {b""}, key=len, reverse=True)
+        self._longest = len(longest_first[0])
+        special = set(self.special_token_ids)
+        self._id_of = {b: n for n, b in enumerate(self.tokens) if b and n not in special}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Ids whose bytes are `text`: as the model was trained to see it, if that is possible."""
+        try:
+            ids = self._tokenizer.encode(text.decode(), False, parse_special=False)
+        except UnicodeDecodeError:
+            return self._greedy(text)
+        spelled = b"".join(self.tokens[token] for token in ids)
+        # A sentencepiece tokenizer puts a space in front.
+        return ids if spelled == text else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._id_of), None)
+            if end is None:
+                return ids
+            ids.append(self._id_of[text[at:end]])
+            at = end
+        return ids
+
+
 @lru_cache(maxsize=8)
-def _environment(
-    hf: tokenizers.Tokenizer, eos_ids: tuple[int, ...], vocab: int
-) -> llguidance.LLTokenizer:
-    known = hf.get_vocab_size(with_added_tokens=True)
-    try:
-        return llguidance.LLTokenizer(
-            hf.to_str(), n_vocab=max(vocab, known), eos_token=list(eos_ids) or None
-        )
-    except ValueError as error:
-        message = f"structured output does not work with this model's tokenizer: {error}"
-        raise RequestError(message, param=PARAM) from error
+def _environment(tokenizer: Source, vocab: int) -> llguidance.LLTokenizer:
+    wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab))
+    return llguidance.LLTokenizer(wrapper, eos_token=list(tokenizer.eos_ids) or None)
 
 
 @lru_cache(maxsize=256)
@@ -195,7 +238,9 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return matcher.grammar_from_json_schema(grammar.text)
     if grammar.kind == "regex":
-        return matcher.grammar_from_regex(grammar.text)
+        # Python's and JSON's `\\d` differ; clients mean the ASCII digits.
+        regex = llguidance.regex_to_lark(grammar.text, "d")
+        return matcher.grammar_from_lark(f"start: /{regex}/")
     if grammar.kind == "choice":
         # One terminal, not one rule: alternatives of a terminal share their states.
         choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text)]
