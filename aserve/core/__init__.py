@@ -10,8 +10,8 @@ at all, inside a later plan. Nothing outside the planner decides.
                         +----------------------- StepReport <--------------------+
 
 Work. A `Sequence` is its known tokens and how many of them have KV; its work is the rest. So a
-prompt, its chunks, what a cache hit leaves, a decode row and a resumption are the same subtraction,
-and no code tells prefill from decode. A step (`compose`) takes the decode rows first, then chunks
+prompt, its chunks, what a cache hit leaves, a decode row and a resumption are the same subtraction;
+prefill and decode differ only in their turn. A step (`compose`) takes decode rows first, then chunks
 of started prompts, then new sequences, within a row budget; chunks but the last end on a page
 border. Running sequences are so few that a page's worth of rows is always left for the first chunk.
 
