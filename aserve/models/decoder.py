@@ -18,8 +18,9 @@ from aserve.models.weights.loader import HEAD, TABLE, Matrix, Weights
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.rope import RopeTable, inv_freq
 
-BLOCK_COLUMNS = 32  # a row block is whole tiles of the kernels
-BLOCKS_MAX = 8
+TILE_COLUMNS = 32  # a row block is whole tiles of the kernels
+BLOCK_COLUMNS = 96  # and long enough that adding blocks up costs little
+BLOCK_COUNTS = (12, 8, 6, 4, 3, 2)  # 12 serves 2, 3, 4, 6 and 12 ranks
 ATTENTION, MLP = ("attn_tp",), ("tp",)
 VOCAB = Split(0, ("tp",))
 
@@ -34,7 +35,9 @@ MlpOf = Callable[[ModelSpec, int, Weights, Ops], Mlp]  # the MLP of a layer, by 
 def row_blocks(k: int) -> int:
     """In how many blocks a row-parallel sum over k is taken: whatever the layout, so that the sum
     of ranks that hold whole blocks has the bits of one rank's."""
-    return max(n for n in range(1, BLOCKS_MAX + 1) if n == 1 or k % (BLOCK_COLUMNS * n) == 0)
+    whole = [n for n in BLOCK_COUNTS if k % (TILE_COLUMNS * n) == 0]
+    long = [n for n in whole if k // n >= BLOCK_COLUMNS]
+    return next(iter(long or whole), 1)
 
 
 class Attention:

@@ -69,21 +69,23 @@ def qwen3_moe(fields: Fields) -> dict[str, Any]:
     dense_only = fields.config.get("mlp_only_layers") or ()
     sparse = lambda layer: layer not in dense_only and (layer + 1) % step == 0  # noqa: E731
     inner = fields.count("moe_intermediate_size")
-    experts = _experts(fields, "num_experts", inner, fields.flag("norm_topk_prob", False), sparse)
+    experts = _experts(fields, inner, fields.flag("norm_topk_prob", False), sparse)
     return {**dense.qwen3(fields), "experts": experts}
 
 
 def mixtral(fields: Fields) -> dict[str, Any]:
     inner = fields.count("intermediate_size")
-    experts = _experts(fields, "num_local_experts", inner, True, lambda layer: True)
+    experts = _experts(fields, inner, True, lambda layer: True)
     return {"window": dense.sliding_window(fields.config), "experts": experts}
 
 
 def _experts(
-    fields: Fields, count: str, inner: int, renormalise: bool, sparse: Callable[[int], bool]
+    fields: Fields, inner: int, renormalise: bool, sparse: Callable[[int], bool]
 ) -> Experts:
     layers = frozenset(filter(sparse, range(fields.count("num_hidden_layers"))))
-    n_experts, per_token = fields.count(count), fields.count("num_experts_per_tok")
+    # transformers 4 and 5 spell it differently.
+    name = "num_experts" if "num_experts" in fields.config else "num_local_experts"
+    n_experts, per_token = fields.count(name), fields.count("num_experts_per_tok")
     if per_token > n_experts:
         fields.findings.append(f"{per_token} of {n_experts} experts cannot be chosen")
     return Experts(n_experts, per_token, inner, renormalise, layers)

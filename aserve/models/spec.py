@@ -171,7 +171,9 @@ def _context_len(fields: Fields, window: int | None) -> int:
 
 def _rope(fields: Fields) -> dict[str, Any]:
     try:
-        return rope_parameters(fields.config)
+        rope = rope_parameters(fields.config)
+        rope.pop("type", None)  # an older spelling of rope_type
+        return rope
     except ModelError as error:
         fields.findings += error.findings
     except (TypeError, AttributeError, ValueError) as error:

@@ -1,0 +1,121 @@
+"""Writes transformers' tiny models as GGUF, the way llama.cpp's converter lays them out."""
+
+import pathlib
+import re
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from aserve.models.weights.gguf_names import EXPERTS, INNER, OUTER
+
+ARCHES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+F32 = gguf.GGMLQuantizationType.F32
+
+
+def write_gguf(
+    model: Any,
+    path: pathlib.Path,
+    kind: gguf.GGMLQuantizationType = F32,
+    *,
+    stacked_experts: bool = True,
+    extra: dict[str, np.ndarray] | None = None,
+) -> pathlib.Path:
+    """Matrices as `kind`, vectors as float32. `extra` adds or replaces tensors by GGUF name."""
+    config = model.config
+    arch = ARCHES[config.model_type]
+    writer = gguf.GGUFWriter(path, arch)
+    _metadata(writer, config)
+    tensors = _tensors(model, arch, stacked_experts) | (extra or {})
+    for name, values in tensors.items():
+        if values.ndim > 1 and kind != F32:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    if config.model_type in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _tensors(model: Any, arch: str, stacked_experts: bool) -> dict[str, np.ndarray]:
+    config = model.config
+    outer = {value: key for key, value in OUTER.items()}
+    inner = {value: key for key, value in INNER.items()}
+    found: dict[str, np.ndarray] = {}
+    tied = config.tie_word_embeddings
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().to(torch.float32).numpy()
+        if name in outer and not (tied and name == "lm_head.weight"):
+            found[outer[name]] = values
+        if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)):
+            continue
+        at, stem, suffix = f"blk.{match[1]}.", match[2], match[3] or ""
+        if arch == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+            is_q = stem == "self_attn.q_proj"
+            heads = config.num_attention_heads if is_q else config.num_key_value_heads
+            values = interleaved(values, heads)
+        if stem == "mlp.gate":
+            found[f"{at}ffn_gate_inp.weight"] = values
+        elif stem == "mlp.experts.gate_up_proj":
+            half = values.shape[1] // 2
+            found |= _experts(f"{at}ffn_gate", values[:, :half], stacked_experts)
+            found |= _experts(f"{at}ffn_up", values[:, half:], stacked_experts)
+        elif stem == "mlp.experts.down_proj":
+            found |= _experts(f"{at}ffn_down", values, stacked_experts)
+        else:
+            found[f"{at}{inner[stem]}{suffix}"] = values
+    return found
+
+
+def _experts(name: str, values: np.ndarray, stacked: bool) -> dict[str, np.ndarray]:
+    assert name.split(".")[-1] in EXPERTS["MixtralForCausalLM"]
+    if stacked:
+        return {f"{name}_exps.weight": np.ascontiguousarray(values)}
+    return {f"{name}.{e}.weight": np.ascontiguousarray(part) for e, part in enumerate(values)}
+
+
+def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows i and i + half of each head side by side: llama.cpp's order for interleaved rotation."""
+    half = values.shape[0] // heads // 2
+    order = [
+        head * 2 * half + i + side * half
+        for head in range(heads)
+        for i in range(half)
+        for side in range(2)
+    ]
+    return np.ascontiguousarray(values[order])
