@@ -126,7 +126,7 @@ class Generation:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._stream = stream
-        self._abort = abort
+        self.abort = abort  # end what still runs, now
         self._token = trio.lowlevel.current_trio_token()
 
     def __aiter__(self) -> "Generation":
@@ -140,7 +140,7 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort what still runs; deltas not taken are lost. Closing twice is fine."""
-        self._abort()
+        self.abort()
         await trio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> "Generation":
@@ -152,13 +152,13 @@ class Generation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._abort()
+        self.abort()
 
     def __del__(self) -> None:
         if self._stream.over:
             return
         try:
             # The last reference may go in any thread; the engine lives in this one.
-            self._token.run_sync_soon(self._abort)
+            self._token.run_sync_soon(self.abort)
         except trio.RunFinishedError:
             return

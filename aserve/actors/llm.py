@@ -109,7 +109,8 @@ class LLM:
             while (delta := self._portal.call(next_delta, generation)) is not None:
                 yield delta
         finally:
-            self._portal.call(generation.aclose)
+            # Nothing to wait for, and the collector may run this in the portal's own thread.
+            self._portal.post(generation.abort)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids as a prompt of this text would have them."""

@@ -45,28 +45,32 @@ class Portal(Generic[Resource]):
         call: _Call[T] = _Call(function, args)
         try:
             self._token.run_sync_soon(self._start, call)
+            return call.result()
         except trio.RunFinishedError:
             raise PortalClosed("this LLM is closed") from None
-        try:
-            return call.result()
         except BaseException:
             if not call.done:  # an interrupt in this thread, not an error of the call
-                self._token.run_sync_soon(call.scope.cancel)
+                self._token.run_sync_soon(call.cancel)
                 call.wait_done()
             raise
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Run `function` in the portal's thread before any later call; nothing if it is closed."""
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(function)
 
     def close(self) -> None:
         """End the resource and the thread. May be repeated, and called from any thread."""
         self._entered.wait()
-        with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self._scope.cancel)
+        self.post(self._scope.cancel)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _start(self, call: "_Call[Any]") -> None:
         if self._scope.cancel_called:
             call.refuse()
-        else:
+        elif not call.done:
+            call.started = True
             self._nursery.start_soon(call.run)
 
     def _run(self) -> None:
@@ -97,7 +101,8 @@ class _Call(Generic[T]):
         self._function = function
         self._args = args
         self._future: Future[T] = Future()
-        self.scope = trio.CancelScope()
+        self._scope = trio.CancelScope()
+        self.started = False
 
     @property
     def done(self) -> bool:
@@ -109,13 +114,20 @@ class _Call(Generic[T]):
     def wait_done(self) -> None:
         self._future.exception()
 
+    def cancel(self) -> None:
+        """In the portal's thread. The interrupt may have come before the call was handed over."""
+        if self.started:
+            self._scope.cancel()
+        elif not self.done:
+            self.refuse()
+
     def refuse(self) -> None:
         self._future.set_exception(PortalClosed("this LLM is closed"))
 
     async def run(self) -> None:
         result: outcome.Maybe[T] | None = None
         try:
-            with self.scope:
+            with self._scope:
                 result = await _captured(self._function, self._args)
         finally:
             if result is None:
