@@ -67,7 +67,8 @@ class Edge:
         call.error = str(failure)
         if call.status == 0:
             headers = error_headers(failure)
-            if not await receive.discard():
+            # Who is late with a body (408) is not waited for any longer.
+            if failure.status == 408 or not await receive.discard():
                 headers.append((b"connection", b"close"))
             await send_json(send, error_json(failure), failure.status, headers)
         elif call.event_stream:

@@ -26,7 +26,12 @@ def start_log(config: Server) -> None:
 def _parts(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
     clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     fields: dict[str, object] = dict(getattr(record, "fields", {}))
-    return f"{clock}.{int(record.msecs):03d}Z", fields
+    # Clients choose some of it, and may choose what UTF-8 cannot spell.
+    clean = {
+        name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
+    return f"{clock}.{int(record.msecs):03d}Z", clean
 
 
 class TextLines(logging.Formatter):
@@ -46,7 +51,7 @@ def _quoted(text: str) -> str:
     """What a client chose must not be able to end a line or pretend to be a field."""
     if text and UNQUOTED.issuperset(text):
         return text
-    return msgspec.json.encode(text.encode("utf-8", "replace").decode()).decode()
+    return msgspec.json.encode(text).decode()
 
 
 class JsonLines(logging.Formatter):

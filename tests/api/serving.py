@@ -35,7 +35,7 @@ class Running:
         return trio.from_thread.run_sync(function, trio_token=self._token)
 
     def wait(self, function: Callable[[], Any]) -> None:
-        """Return once `function()` is true; the engine's own progress, no clock, says when to look."""
+        """Return once `function()` is true; mostly the engine's own progress says when to look."""
 
         async def wait() -> None:
             with trio.fail_after(LIMIT_S):

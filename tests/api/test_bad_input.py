@@ -1,4 +1,4 @@
-"""What must be refused is refused with a clear 4xx in OpenAI's shape, and the server still serves."""
+"""What must be refused gets a clear 4xx in OpenAI's shape, and the server still serves."""
 
 import json
 import re
@@ -126,7 +126,10 @@ BAD_CHATS = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
@@ -240,6 +243,7 @@ def test_what_is_no_http_gets_a_400_and_a_close(server: Running, data: bytes) ->
     still_serves(server)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.binary(max_size=200))
 def test_noise_never_stops_the_server(server: Running, data: bytes) -> None:
@@ -263,8 +267,11 @@ FIELDS = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
-@given(st.sampled_from((CHAT, COMPLETE)), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+@given(
+    st.sampled_from((CHAT, COMPLETE)), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
+)
 def test_any_json_is_answered_without_a_500(
     server: Running, path: str, extra: dict[str, object]
 ) -> None:

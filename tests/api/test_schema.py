@@ -157,8 +157,6 @@ def test_forced_tool_call_is_openais(server: Running) -> None:
         "tools": [TOOL],
         "tool_choice": "required",
         "parallel_tool_calls": False,
-        "max_tokens": 400,
-        "temperature": 0,
         "structured_outputs": None,
     }
     function = {**TOOL["function"], "parameters": {"const": {"a": 1}}}  # type: ignore[dict-item]
