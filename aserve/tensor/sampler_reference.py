@@ -79,7 +79,7 @@ def edited(raw_V: Logits, row: SampleRow, banned: npt.NDArray[np.int32]) -> Logi
 def filtered(logits_V: Logits, history: History) -> Logits:
     """(logit - max) / temperature, -inf where top_k, top_p or min_p leaves a token out."""
     sampling = history.sampling
-    scaled_V = (logits_V - logits_V.max()) * (1.0 / sampling.temperature)
+    scaled_V: Logits = (logits_V - logits_V.max()) * (1.0 / sampling.temperature)
     if 0 < sampling.top_k < len(scaled_V):
         scaled_V[scaled_V < np.sort(scaled_V)[-sampling.top_k]] = -np.inf
     best_first = np.sort(scaled_V)[::-1]

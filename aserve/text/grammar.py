@@ -33,6 +33,8 @@ class Source(Protocol):
     @property
     def eos_ids(self) -> Sequence[int]: ...
 
+    def __hash__(self) -> int: ...
+
     def token_bytes(self, token: int) -> bytes: ...
 
     def is_special(self, token: int) -> bool: ...
@@ -153,7 +155,8 @@ class _Vocabulary:
         return ids if spelled == text else self._greedy(text)
 
     def _greedy(self, text: bytes) -> list[int]:
-        ids, at = [], 0
+        ids: list[int] = []
+        at = 0
         while at < len(text):
             ends = range(min(len(text), at + self._longest), at, -1)
             end = next((end for end in ends if text[at:end] in self._id_of), None)

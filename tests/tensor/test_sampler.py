@@ -1,14 +1,13 @@
-"""The sampler: native against its twin, each parameter against an independent source, the noise."""
+"""The sampler: each parameter against an independent source, the noise, log-probabilities."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve import _native
@@ -24,7 +23,8 @@ from aserve.tensor.sampler import (
     SampleRow,
     open_sampler,
 )
-from aserve.tensor.sampler_reference import ReferenceSampler, filtered, gumbel_noise
+from aserve.tensor.sampler_reference import filtered, gumbel_noise
+from tests.tensor.draws import row, words
 
 INF = math.inf
 
@@ -45,24 +45,6 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
     return open_sampler(request.param)
 
 
-def row(
-    tokens: list[int] | None = None,
-    prompt_len: int = 0,
-    mask: np.ndarray | None = None,
-    position: int | None = None,
-    **parameters: object,
-) -> SampleRow:
-    known = tokens or []
-    history = History(Sampling(**parameters), known, prompt_len)  # type: ignore[arg-type]
-    return SampleRow(history, len(known) if position is None else position, mask)
-
-
-def words(allowed: set[int], vocab: int) -> np.ndarray:
-    bits = np.zeros((vocab + 31) // 32 * 32, dtype=np.uint8)
-    bits[list(allowed)] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
 def draw(sampler: Sampler, logits: list[float] | torch.Tensor, one: SampleRow) -> Drawn:
     [drawn] = sampler.sample(torch.as_tensor(logits, dtype=torch.float32)[None], [one])
     return drawn
@@ -73,98 +55,6 @@ def drawable(sampler: Sampler, logits: list[float], draws: int = 300, **paramete
     rows = [row(position=position, **parameters) for position in range(draws)]
     table = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
     return {drawn.token for drawn in sampler.sample(table, rows)}
-
-
-# Against the twin.
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[SampleRow]]:
-    vocab = draw(st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 100, 257, 1000]))
-    count = draw(st.integers(1, 3))
-    scale = draw(st.sampled_from([0.0, 0.5, 3.0, 12.0]))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    logits = (generator.standard_normal((count, vocab)) * scale).astype(np.float32)
-    if draw(st.booleans()):
-        logits = np.round(logits)  # ties
-    logits[generator.random((count, vocab)) < draw(st.sampled_from([0.0, 0.2]))] = -INF
-    ids = st.integers(-1, vocab + 2)
-    rows = []
-    for _ in range(count):
-        tokens = draw(st.lists(st.integers(0, vocab - 1), max_size=30))
-        sampling = Sampling(
-            seed=draw(st.integers(0, 2**64 - 1)),
-            temperature=draw(st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 1.0, 1.7, 40.0])),
-            top_k=draw(st.sampled_from([-1, 0, 1, 2, 7, 40, 5000])),
-            top_p=draw(st.sampled_from([1.0, 0.97, 0.61, 0.1234, 1e-9])),
-            min_p=draw(st.sampled_from([0.0, 0.0123, 0.4567])),
-            presence_penalty=draw(st.sampled_from([0.0, 0.7, -1.3])),
-            frequency_penalty=draw(st.sampled_from([0.0, 0.4, -0.2])),
-            repetition_penalty=draw(st.sampled_from([1.0, 1.25, 0.8])),
-            logit_bias=tuple(draw(st.dictionaries(ids, st.floats(-9, 9), max_size=4)).items()),
-            bad_words=tuple(
-                map(tuple, draw(st.lists(st.lists(ids, min_size=1, max_size=3), max_size=3)))
-            ),
-            min_tokens=draw(st.integers(0, 20)),
-            stop_ids=tuple(draw(st.lists(ids, max_size=3))),
-            logprobs=draw(st.sampled_from([-1, 0, 1, 5])),
-        )
-        allowed = draw(st.none() | st.sets(st.integers(0, vocab - 1), max_size=20))
-        mask = None if allowed is None else words(allowed, vocab)
-        prompt_len = draw(st.integers(0, len(tokens)))
-        rows.append(SampleRow(History(sampling, tokens, prompt_len), len(tokens), mask))
-    return torch.from_numpy(logits), rows
-
-
-def assert_same(native: Drawn, twin: Drawn) -> None:
-    assert (native.token, native.error) == (twin.token, twin.error)
-    assert (native.logprob is None) == (twin.logprob is None)
-    if native.logprob and twin.logprob:
-        assert native.logprob.logprob == pytest.approx(twin.logprob.logprob, abs=1e-9)
-        assert [token for token, _ in native.logprob.top] == [t for t, _ in twin.logprob.top]
-        values = [value for _, value in twin.logprob.top]
-        assert [value for _, value in native.logprob.top] == pytest.approx(values, abs=1e-9)
-
-
-@given(cases())
-@settings(max_examples=150, deadline=None)
-def test_native_draws_what_its_twin_draws(case: tuple[torch.Tensor, list[SampleRow]]) -> None:
-    logits, rows = case
-    before = logits.clone()
-    twins = ReferenceSampler().sample(logits, rows)
-    level_before = _native.level()
-    levels = ("generic", level_before)
-    try:
-        for name in levels:
-            _native.set_level(name)
-            for native, twin in zip(NativeSampler().sample(logits, rows), twins, strict=True):
-                assert_same(native, twin)
-    finally:
-        _native.set_level(level_before)
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {},
-        {"temperature": 0.0, "logprobs": 5},
-        {"top_k": 50},
-        {"top_p": 0.9, "logprobs": 20},
-        {"top_p": 0.99, "temperature": 3.0},
-        {"top_k": 200, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2},
-    ],
-)
-def test_native_draws_what_its_twin_draws_over_a_whole_vocabulary(
-    level: str, parameters: dict[str, float]
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(6, 49152, generator=generator) * 3
-    rows = [row([7, 8, 9], 1, seed=seed, **parameters) for seed in range(6)]
-    twins = ReferenceSampler().sample(logits, rows)
-    for native, twin in zip(NativeSampler().sample(logits, rows), twins, strict=True):
-        assert_same(native, twin)
 
 
 # Noise.
