@@ -139,7 +139,7 @@ def _is_intact(path: pathlib.Path, packaged: Packaged) -> bool:
         if digest != packaged.sha256:
             return False
         _write_marker(path, facts)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error

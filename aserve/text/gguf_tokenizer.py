@@ -140,9 +140,7 @@ def _possible(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     merges, ids = vocabulary.merges(), vocabulary.ids
     for left, right in merges:
         if left not in ids or right not in ids or left + right not in ids:
-            raise ModelError(
-                f"{vocabulary.path}: merge {left!r} {right!r} is not in its vocabulary"
-            )
+            raise ModelError(f"{vocabulary.path}: merge {left!r} {right!r} makes no token")
     return merges
 
 
