@@ -196,16 +196,36 @@ float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, doubl
   return high > 0 ? values[high - 1] : -FLT_MAX;
 }
 
+// Integers in the order of the floats they stand for, and back.
+int64_t ordered(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits >= 0 ? bits : INT32_MIN - static_cast<int64_t>(bits);
+}
+float from_ordered(int64_t place) {
+  const int32_t bits = static_cast<int32_t>(place >= 0 ? place : INT32_MIN - place);
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
 // The least float whose probability is at least min_p of the best one's.
 float min_p_threshold(const Gumbel& gumbel, double min_p) {
   const double least = std::log(min_p);
   const auto stays = [&](float x) {
     return (static_cast<double>(x) - gumbel.max) * gumbel.scale >= least;
   };
-  float x = static_cast<float>(gumbel.max + least / gumbel.scale);
-  while (x > -FLT_MAX && stays(std::nextafter(x, -infinity))) x = std::nextafter(x, -infinity);
-  while (!stays(x)) x = std::nextafter(x, infinity);
-  return std::max(x, -FLT_MAX);
+  // Halving over all floats: a formula would be off by many of them where it cancels to near 0.
+  int64_t low = ordered(-FLT_MAX), high = ordered(gumbel.max);
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (stays(from_ordered(middle))) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return from_ordered(high);
 }
 
 void draw_row(int64_t vocab, DrawRow& row, const SampleKernels& kernels) {

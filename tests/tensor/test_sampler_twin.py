@@ -91,6 +91,17 @@ def test_native_draws_what_its_twin_draws(case: tuple[torch.Tensor, list[SampleR
     assert torch.equal(logits, before)
 
 
+def test_a_min_p_threshold_near_zero_is_found() -> None:
+    """Here max + log(min_p) cancels to a float with a million others close by."""
+    best = np.float32(-math.log(0.1))
+    near = [float(best), *(float(np.float32(x)) for x in (1e-7, 1e-8, 0.0, -1e-9, -1e-7, -1e-6))]
+    logits = torch.tensor(near).expand(200, -1)
+    rows = [row(position=n, min_p=0.1, temperature=1.0) for n in range(200)]
+    twins = ReferenceSampler().sample(logits, rows)
+    assert NativeSampler().sample(logits, rows) == twins
+    assert {one.token for one in twins} == {0, 1}  # the threshold is 3.2e-8
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("level_restored")
 @pytest.mark.parametrize("level", ["generic", "avx512"])
