@@ -42,6 +42,7 @@ class Choice:
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         # An end-of-text token that nobody asked for is no stop reason worth telling.
         self._silent_ids = frozenset(tokenizer.eos_ids) - frozenset(params.stop_token_ids)
+        self.head = ""  # text that goes before the first: an echoed prompt
         self._prompt_logprobs: list[TokenLogprob] = []
         self._owes_prompt_logprobs = wants_prompt_logprobs(params) >= 0
 
@@ -94,7 +95,7 @@ class Choice:
             pending.prompt_logprobs = (None, *self._prompt_logprobs)
             self._owes_prompt_logprobs = False
         self.tokens_len += len(tokens)
-        pending.text.append(text)
+        pending.text += (self._take_head(), text)
         pending.token_ids.extend(tokens)
         pending.logprobs.extend(logprobs)
 
@@ -110,10 +111,14 @@ class Choice:
         self.finish_reason = reason
         pending = self.stream.pending(self.index)
         if not isinstance(stop_reason, str):
-            pending.text.append(self._rest())
+            pending.text += (self._take_head(), self._rest())
         usage = Usage(self.prompt_len, self.tokens_len, self.cached_len)
         pending.ending = Ending(reason, usage, stop_reason, error)
         self.stream.publish(ended=True)
+
+    def _take_head(self) -> str:
+        head, self.head = self.head, ""
+        return head
 
     def _rest(self) -> str:
         text = self._detokenizer.flush()

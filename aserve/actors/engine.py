@@ -22,7 +22,14 @@ from aserve.actors.metrics import EngineStatistics
 from aserve.actors.prompt import Prompt, PromptReader
 from aserve.actors.rank import run_rank
 from aserve.actors.sampling import sampling_of
-from aserve.actors.validate import Facts, check_params, check_priority, check_prompt, refused
+from aserve.actors.validate import (
+    Facts,
+    check_params,
+    check_priority,
+    check_prompt,
+    check_salt,
+    refused,
+)
 from aserve.core.config import Config
 from aserve.core.features import explain
 from aserve.core.message import Grammar
@@ -74,7 +81,10 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.created = int(time.time())
-        self._facts = Facts(self.context_len, self.vocab_size, config.limits)
+        # More choices than the queue can hold would be told to try again for ever.
+        n_max = min(config.limits.n_max, config.schedule.waiting_max)
+        limits = msgspec.structs.replace(config.limits, n_max=n_max)
+        self._facts = Facts(self.context_len, self.vocab_size, limits)
         self._reader = PromptReader(self.tokenizer, self._facts)
         self._leader = leader
         self._compilers = trio.CapacityLimiter(2)
@@ -156,12 +166,13 @@ class Engine:
         ask = self._read(prompt, params, options)
         stream = Stream(params.n)
         choices = [self._choice(ask, stream, index) for index in range(params.n)]
+        head = self._echoed(prompt, ask)
+        for _, choice in choices:
+            choice.head = head
         seqs = tuple(request.seq for request, _ in choices)
         self._leader.add(choices)
         self._requests[request_id] = seqs
         stream.on_over = partial(self._requests.pop, request_id, None)
-        if params.echo:
-            self._echo(prompt, ask, stream)
         return Generation(request_id, ask.tokens, stream, partial(self._leader.abort, seqs))
 
     generate = submit
@@ -180,6 +191,9 @@ class Engine:
             template_kwargs=options.get("chat_template_kwargs"),
         )
         max_tokens = check_prompt(tokens, params, self._facts)
+        if params.max_tokens is None:  # as long as may be: of the context, and of the KV pool
+            room = self._leader.planner.request_len_max - len(tokens)
+            max_tokens = max(1, params.min_tokens, min(max_tokens, room))
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return Ask(
             tokens=tokens,
@@ -188,7 +202,7 @@ class Engine:
             seed=seed,
             grammar=self._grammar(params.structured_outputs),
             priority=check_priority(options.get("priority", 0)),
-            cache_salt=options.get("cache_salt", ""),
+            cache_salt=check_salt(options.get("cache_salt", "")),
         )
 
     def _choice(self, ask: Ask, stream: Stream, index: int) -> tuple[Request, Choice]:
@@ -199,16 +213,14 @@ class Engine:
         request = Request(seq, ask.tokens, ask.max_tokens, sampling, ask.priority, ask.cache_salt)
         return request, Choice(seq, index, stream, ask.tokens, ask.params, self.tokenizer)
 
-    def _echo(self, prompt: Prompt, ask: Ask, stream: Stream) -> None:
-        """The prompt's text goes first, in the first delta of each choice."""
+    def _echoed(self, prompt: Prompt, ask: Ask) -> str:
+        """The prompt's text, as it was given if it was text."""
+        if not ask.params.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
         skip = ask.params.skip_special_tokens
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else self.tokenizer.decode(ask.tokens, skip_special=skip)
-        )
-        for index in range(ask.params.n):
-            stream.pending(index).text.append(text)
+        return self.tokenizer.decode(ask.tokens, skip_special=skip)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its choices finish with "abort". False if no such request runs."""

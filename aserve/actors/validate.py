@@ -45,6 +45,7 @@ class Number(msgspec.Struct, frozen=True):
 
 
 TOKENS_MAX = 2**31 - 1
+SALT_LEN_MAX = 256
 
 NUMBERS = (
     Number("max_tokens", int, 1, TOKENS_MAX, optional=True),
@@ -68,6 +69,8 @@ def refused(param: str, message: str) -> RequestError:
 
 def check_params(params: SamplingParams, facts: Facts) -> None:
     """Raises RequestError (400) that names the offending `param`."""
+    if not isinstance(params, SamplingParams):
+        raise refused("params", "must be SamplingParams")
     limits = facts.limits
     for row in (
         *NUMBERS,
@@ -165,3 +168,11 @@ def check_priority(priority: object) -> int:
     row.check(priority)
     assert isinstance(priority, int)
     return priority
+
+
+def check_salt(salt: object) -> str:
+    if not isinstance(salt, str):
+        raise refused("cache_salt", f"must be a string, not {type(salt).__name__}")
+    if len(salt) > SALT_LEN_MAX:
+        raise refused("cache_salt", f"may have at most {SALT_LEN_MAX} characters")
+    return salt

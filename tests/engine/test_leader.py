@@ -23,14 +23,14 @@ def params(seed: int = 1, max_tokens: int = 24, **more: object) -> SamplingParam
     return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
 
 
-async def finish(
-    engine: Engine, prompt: Sequence[int], chosen: SamplingParams
-) -> Completion:
+async def finish(engine: Engine, prompt: Sequence[int], chosen: SamplingParams) -> Completion:
     generation = engine.generate(prompt, chosen)
     return await collect(generation, generation.prompt_token_ids, chosen)
 
 
-def said(engine: Engine, prompt: Sequence[int], chosen: SamplingParams, choice: int = 0) -> list[int]:
+def said(
+    engine: Engine, prompt: Sequence[int], chosen: SamplingParams, choice: int = 0
+) -> list[int]:
     assert chosen.seed is not None
     assert chosen.max_tokens is not None
     seed = seed_of_choice(chosen.seed, choice)
@@ -150,7 +150,9 @@ async def test_leaving_the_loop_early_frees_the_pages(open_legible: OpenEngine) 
         assert statistics.planner.steps < 10
 
 
-async def test_a_consumer_that_sleeps_gets_everything_in_one_piece(open_legible: OpenEngine) -> None:
+async def test_a_consumer_that_sleeps_gets_everything_in_one_piece(
+    open_legible: OpenEngine,
+) -> None:
     async with open_legible() as engine:
         generation = engine.generate(PROMPT, params())
         await trio.testing.wait_all_tasks_blocked()
@@ -192,10 +194,13 @@ async def test_a_dying_rank_ends_every_request_with_an_error_and_no_hang(
 
 
 async def test_an_error_of_the_users_block_leaves_as_it_is(open_legible: OpenEngine) -> None:
-    with pytest.raises(KeyError, match="mine"):
+    async def block() -> None:
         async with open_legible(threaded=True) as engine:
             engine.generate(PROMPT, params(max_tokens=200))
             raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await block()
 
 
 async def test_closing_in_the_middle_ends_streams_with_abort(open_legible: OpenEngine) -> None:

@@ -163,5 +163,7 @@ def test_a_program_that_forgets_to_close_ends(tiny_model_path: pathlib.Path, end
 
 def test_importing_the_package_is_cheap() -> None:
     program = "import sys, aserve; print('torch' in sys.modules, 'trio' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False"]
