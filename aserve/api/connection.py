@@ -6,10 +6,12 @@ flow-controlled stream nobody reads would escape the write deadline.
 """
 
 import logging
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import chain
+from socket import MSG_PEEK
 from typing import Any, cast
 
 import h11
@@ -20,6 +22,7 @@ from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.worker_context import EventWrapper
 from hypercorn.typing import ConnectionState, LifespanState
 from hypercorn.utils import parse_socket_addr
 from starlette.types import ASGIApp, Message, Scope
@@ -101,6 +104,31 @@ async def _run_app(
         await send(None)
 
 
+class Turn(EventWrapper):
+    """The turn of a pipelined request; nothing is read meanwhile, so a hangup is looked for."""
+
+    def __init__(self, wait_hangup: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._wait_hangup = wait_hangup
+
+    async def wait(self) -> None:
+        """Raises BrokenResourceError when the client hung up first."""
+        gone = False
+
+        async def watch(scope: trio.CancelScope) -> None:
+            nonlocal gone
+            await self._wait_hangup()
+            gone = True
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, nursery.cancel_scope)
+            await super().wait()
+            nursery.cancel_scope.cancel()
+        if gone:
+            raise trio.BrokenResourceError
+
+
 class Protocol(H11Protocol):
     """HTTP/1.1 only, with a JSON body in the errors of the protocol itself."""
 
@@ -180,6 +208,7 @@ class Connection(TCPServer):
                     server,
                     self.protocol_send,
                 )
+                self.protocol.can_read = Turn(self._wait_hangup)
                 await self.idle_task.restart(tasks, partial(self._wait_idle, HEADERS_S))
                 await self._read_data()
                 await self.idle_task.stop()
@@ -207,31 +236,54 @@ class Connection(TCPServer):
                 await self.idle_task.stop()
 
     async def _write(self, data: bytes) -> None:
-        """A write cut short would leave half a frame, so it is shielded, but not for ever."""
-        async with self.send_lock:
-            try:
+        """Send all of `data`, or end the connection if its client does not take it in time."""
+        try:
+            left = self._write_now(data)
+            if not left:
+                return
+            async with self.send_lock:
+                # Cut short, a write would leave half a frame: it is shielded, but not for ever.
                 with trio.move_on_after(self._write_s, shield=not self._cut) as self._writing:
-                    await self.stream.send_all(data)
+                    await self.stream.send_all(left)
                     return
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            if self._writing.cancelled_caught:
-                logger.info("client read nothing for %g s: cut off", self._write_s)
-            await trio.aclose_forcefully(self.stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            pass
+        else:
+            logger.info("client read nothing for %g s: cut off", self._write_s)
+        await trio.aclose_forcefully(self.stream)
         await self.protocol.handle(Closed())
+
+    def _write_now(self, data: bytes) -> bytes:
+        """Send what the socket takes without waiting, as it nearly always does with a chunk; the
+        rest is returned. A scope, a lock and a trip round the event loop would cost more than it.
+        """
+        if self.send_lock.locked():
+            return data
+        try:
+            return data[os.write(self.stream.socket.fileno(), data) :]
+        except BlockingIOError:
+            return data
 
     async def _read_data(self) -> None:
         with self._reading:
             while True:
                 try:
                     data = await self.stream.receive_some(MAX_RECV)
+                    if not self._closing:
+                        await self.protocol.handle(RawData(bytes(data)))
                 except (trio.ClosedResourceError, trio.BrokenResourceError):
                     break
-                if not self._closing:
-                    await self.protocol.handle(RawData(bytes(data)))
                 if not data:
                     break
         await self.protocol.handle(Closed())
+
+    async def _wait_hangup(self) -> None:
+        try:
+            ahead = await self.stream.socket.recv(1, MSG_PEEK)
+        except (OSError, trio.ClosedResourceError):
+            return
+        if ahead:
+            await trio.sleep_forever()  # it has sent more, behind which no hangup can be seen
 
     async def _close(self) -> None:
         """Say that no more comes, then read on a little: closing a socket with unread bytes

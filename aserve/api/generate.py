@@ -90,7 +90,8 @@ class _Run:
         self._call = call
         self._send = send
         self._started = False
-        self._turn = trio.Lock()
+        self._alone = True
+        self._turn = trio.Lock()  # between several generations that write to one response
         self.tally = UsageTally()
 
     async def consume_all(self, job: Job, request: Generate) -> None:
@@ -112,6 +113,7 @@ class _Run:
             if len(generations) == 1:
                 await self._consume(0, generations[0], job.writer)
                 return
+            self._alone = False
             async with trio.open_nursery() as nursery:
                 for place, generation in enumerate(generations):
                     nursery.start_soon(self._consume, place, generation, job.writer)
@@ -123,8 +125,13 @@ class _Run:
             if self._call.first_at is None and delta.token_ids:
                 self._call.first_at = trio.current_time()
             data = writer.push(prompt, delta)
-            if data and self._send is not None:
+            if not data or self._send is None:
+                continue
+            if self._alone:
                 await self._write(data)
+            else:
+                async with self._turn:
+                    await self._write(data)
 
     def _note_end(self, prompt: int, delta: Delta) -> None:
         reason = delta.finish_reason
@@ -146,7 +153,6 @@ class _Run:
 
     async def _write(self, data: bytes) -> None:
         assert self._send is not None
-        async with self._turn:
-            if not self._started:
-                await self.start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self._started:
+            await self.start()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})

@@ -4,6 +4,7 @@ import json
 import pathlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,19 @@ def read_until(raw: socket.socket, mark: bytes) -> bytes:
         assert data, received[-500:]
         received += data
     return received
+
+
+def reading(raw: socket.socket) -> Callable[[], bytes]:
+    """Read to the end in another thread; call what is returned to wait for it."""
+    received: list[bytes] = []
+    thread = threading.Thread(target=lambda: received.append(read_all(raw)))
+    thread.start()
+
+    def wait() -> bytes:
+        thread.join()
+        return received[0]
+
+    return wait
 
 
 def finished(server: Running, reason: str) -> int:
@@ -62,6 +76,15 @@ def test_hanging_up_while_waiting_for_an_answer_frees_its_pages(server: Running)
     assert finished(server, "abort") == aborted + 60
 
 
+def test_hanging_up_behind_a_pipelined_request_frees_pages(server: Running) -> None:
+    aborted = finished(server, "abort")
+    with server.connect() as raw:
+        raw.sendall(post(COMPLETE, json.dumps(LONG).encode()) + b"GET /health HTTP/1.1\r\n\r\n")
+        server.wait(lambda: not is_idle(server))
+    server.wait(lambda: is_idle(server))
+    assert finished(server, "abort") == aborted + 60
+
+
 def test_hanging_up_before_the_body_is_complete_is_nothing(server: Running) -> None:
     with server.connect() as raw:
         raw.sendall(post(COMPLETE, b'{"prompt": "x"}')[:-5])
@@ -80,7 +103,9 @@ def test_connection_is_kept_after_a_stream(server: Running) -> None:
 
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     request = post("/tokenize", b'{"prompt": "one"}') + post("/detokenize", b'{"tokens": [9]}')
-    answer = server.exchange(request + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    with server.connect() as raw:
+        raw.sendall(request + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_until(raw, b'"alive"}')
     places = [answer.find(part) for part in (b'"count"', b'"prompt"', b'"alive"')]
     assert places == sorted(places)
     assert places[0] > 0
@@ -137,8 +162,9 @@ def test_drain_tells_streams_that_it_is_over(tiny_model_path: pathlib.Path) -> N
         raw = server.connect()
         send(raw, {**LONG, "stream": True})
         read_until(raw, b"data: ")
+        rest = reading(raw)
     with raw:
-        assert b'"code":"shutting_down"' in read_all(raw)
+        assert b'"code":"shutting_down"' in rest()
 
 
 def test_drain_lets_streams_end(tiny_model_path: pathlib.Path) -> None:
@@ -147,12 +173,9 @@ def test_drain_lets_streams_end(tiny_model_path: pathlib.Path) -> None:
         raw, idle = server.connect(), server.connect()
         send(raw, {**LONG, "n": 2, "stream": True})
         read_until(raw, b"data: ")
-        rest: list[bytes] = []
-        reader = threading.Thread(target=lambda: rest.append(read_all(raw)))
-        reader.start()
-    reader.join()
+        rest = reading(raw)
     with raw, idle:
-        assert b"data: [DONE]\n\n" in rest[0]
+        assert b"data: [DONE]\n\n" in rest()
         assert read_all(idle) == b""
 
 
