@@ -149,19 +149,22 @@ class NativeSampler:
         self, logits_RV: Tensor, rows: Sequence[SampleRow], drawn: list[Drawn]
     ) -> list[Drawn]:
         address, stride, vocab = _checked(logits_RV, len(rows))
-        for place, (row, one) in enumerate(zip(rows, drawn, strict=True)):
-            top_n = row.history.sampling.logprobs
-            if top_n >= 0 and one.error is None:
-                here = address + 4 * stride * place
-                [found] = _native.logprobs(self._team, here, stride, vocab, [(one.token, top_n)])
-                drawn[place] = Drawn(one.token, TokenLogprob(one.token, *found))
+        asked = [
+            (place, one.token, row.history.sampling.logprobs)
+            for place, (row, one) in enumerate(zip(rows, drawn, strict=True))
+            if row.history.sampling.logprobs >= 0 and one.error is None
+        ]
+        if asked:
+            told = _native.logprobs(self._team, address, stride, vocab, asked)
+            for (place, token, _), found in zip(asked, told, strict=True):
+                drawn[place] = Drawn(token, TokenLogprob(token, *found))
         return drawn
 
     def logprobs(
         self, logits_RV: Tensor, tokens: Sequence[int], top_n: int
     ) -> list[TokenLogprob | None]:
         address, stride, vocab = _checked(logits_RV, len(tokens))
-        asked = [(token, top_n) for token in tokens]
+        asked = [(place, token, top_n) for place, token in enumerate(tokens)]
         told = _native.logprobs(self._team, address, stride, vocab, asked)
         return [
             None if found is None else TokenLogprob(token, *found)

@@ -2,6 +2,8 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "bind.h"
@@ -75,7 +77,7 @@ py::list run_draw(Team* team, Address logits, int64_t stride, int64_t vocab, con
   return out;
 }
 
-// None or (logprob, ids, logprobs) for each row of logits, given (token, top_n).
+// None or (logprob, ((id, logprob), ...)) for each (row, token, top_n).
 py::list run_logprobs(Team* team, Address logits, int64_t stride, int64_t vocab,
                       const py::list& rows) {
   require(vocab > 0, "an empty vocabulary");
@@ -84,12 +86,13 @@ py::list run_logprobs(Team* team, Address logits, int64_t stride, int64_t vocab,
   std::vector<std::vector<int32_t>> ids(n);
   std::vector<std::vector<double>> values(n);
   for (size_t i = 0; i < n; ++i) {
-    const auto [token, top_n] = rows[i].cast<std::pair<int64_t, int64_t>>();
+    const auto [row, token, top_n] = rows[i].cast<std::tuple<int64_t, int64_t, int64_t>>();
+    require(row >= 0, "a row is negative");
     require(token >= 0 && token < vocab, "a token id is outside the vocabulary");
     require(top_n >= 0, "a count is negative");
     ids[i].resize(std::min(top_n, vocab));
     values[i].resize(ids[i].size());
-    calls[i] = {at<const float>(logits) + static_cast<int64_t>(i) * stride,
+    calls[i] = {at<const float>(logits) + row * stride,
                 token,
                 static_cast<int64_t>(ids[i].size()),
                 0,
