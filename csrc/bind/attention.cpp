@@ -11,6 +11,7 @@ void check(const Attention& call, int64_t rows) {
               call.k_shape.page_size == call.v_shape.page_size &&
               call.k_shape.dim == call.v_shape.dim,
           "k and v pages differ in shape");
+  require(call.scale > 0.0f, "scale is not positive");
   require(call.heads % call.k_shape.heads == 0, "heads is not a multiple of kv_heads");
   require(call.row_start[0] == 0, "row_start does not begin at 0");
   require(call.row_start[call.sequences] == rows, "row_start does not end at the number of rows");

@@ -10,10 +10,10 @@
 
 namespace aserve {
 
-// What one task of attention works on: one sequence, one KV head, some of its query rows.
+// What one task of attention works on: one sequence, some KV heads, some of its query rows.
 struct AttentionTask {
   const Attention* call;
-  int64_t sequence, kv_head;
+  int64_t sequence, head_begin, head_end;
   int64_t row_begin, row_end;  // of q, absolute
   int64_t position_begin;      // of row_begin
 };
