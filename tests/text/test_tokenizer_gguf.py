@@ -193,9 +193,9 @@ def test_user_defined_tokens_are_found_but_not_special() -> None:
 
 # --- the sentencepiece kind
 
-PIECES = {
-    **{"a": -9.0, "b": -9.1, "c": -9.2, SPACE: -9.3, "ab": -1.0, "bc": -2.0, "abc": -3.0},
-    **{SPACE + "a": -4.0, SPACE + "abc": -5.0, "ca": -6.0, SPACE + SPACE: -7.0, "é": -9.4},
+PIECES = {  # in an order that the scores do not follow
+    **{SPACE + "abc": -5.0, "a": -9.0, "abc": -3.0, "bc": -2.0, "b": -9.1, "ca": -6.0},
+    **{"c": -9.2, SPACE + "a": -4.0, SPACE: -9.3, SPACE + SPACE: -7.0, "ab": -2.5, "é": -9.4},
 }
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SP_TOKENS = ["<unk>", "<s>", "</s>", *BYTES, *PIECES]
