@@ -18,9 +18,7 @@ TEMPERATURE_MIN = 1e-5
 class ReferenceSampler:
     def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
         assert len(logits_RV) == len(rows), (len(logits_RV), len(rows))
-        return [
-            _draw(logits_RV[place].double().numpy(), row) for place, row in enumerate(rows)
-        ]
+        return [_draw(logits_RV[place].double().numpy(), row) for place, row in enumerate(rows)]
 
     def logprobs(
         self, logits_RV: Tensor, tokens: Sequence[int], top_n: int

@@ -1,0 +1,112 @@
+"""Opening operations, the level they run at, the threads behind them, and the group of one rank."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from aserve import _native
+from aserve.errors import ConfigError
+from aserve.tensor.collective import OneRank
+from aserve.tensor.native import NativeOps
+from aserve.tensor.ops import open_ops
+from aserve.tensor.reference import ReferenceOps
+
+
+def test_open_ops_by_name() -> None:
+    assert isinstance(open_ops("native", 1), NativeOps)
+    assert isinstance(open_ops("reference", 1), ReferenceOps)
+    with pytest.raises(ConfigError, match="threads is 0"):
+        open_ops("native", 0)
+    with pytest.raises(ConfigError, match="'cuda'"):
+        open_ops("cuda", 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["generic", "avx2", "amx", "nonsense"])
+def test_environment_lowers_the_level(level: str) -> None:
+    script = "from aserve import _native; print(_native.level())"
+    environment = {**os.environ, "ASERVE_CPU": level}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    names = ["generic", "avx2", "avx512", "amx"]
+    best = names.index(_native.level_max())
+    wanted = names.index(level) if level in names else best
+    assert done.stdout.strip() == names[min(best, wanted)]
+
+
+def test_level_names_are_checked() -> None:
+    with pytest.raises(ValueError, match="a level is generic"):
+        _native.set_level("sse")
+
+
+def test_callers_on_several_threads_take_turns() -> None:
+    ops = NativeOps(3)
+    torch.manual_seed(0)
+    packed, x = ops.pack(torch.randn(700, 64)), torch.randn(40, 64)
+    expected = ops.linear(x, packed)
+    wrong: list[int] = []
+
+    def repeat(index: int) -> None:
+        for _ in range(50):
+            if not torch.equal(ops.linear(x, packed), expected):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_teams_come_and_go() -> None:
+    weight, x = torch.randn(300, 32), torch.randn(20, 32)
+    expected = NativeOps(1).linear(x, NativeOps(1).pack(weight))
+    for _ in range(30):
+        ops = NativeOps(4)
+        assert torch.equal(ops.linear(x, ops.pack(weight)), expected)
+
+
+@pytest.mark.slow
+def test_a_forked_child_computes_alone_and_ends() -> None:
+    script = """
+import os, torch
+from aserve.tensor.native import NativeOps
+torch.set_num_threads(1)
+ops = NativeOps(3)
+packed, x = ops.pack(torch.ones(500, 64)), torch.ones(40, 64)
+ops.linear(x, packed)
+child = os.fork()
+if child == 0:
+    good = bool(ops.linear(x, packed).eq(64).all())
+    del ops, packed
+    os._exit(0 if good else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert ops.linear(x, packed).eq(64).all()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5000])
+def test_silly_thread_counts_are_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match="1 to 1024"):
+        NativeOps(threads)
+
+
+def test_one_rank_is_the_identity_with_checks() -> None:
+    group, x = OneRank(), torch.randn(3, 2)
+    assert (group.rank, group.size) == (0, 1)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.reduce_scatter(x, [3]) is x
+    assert group.all_to_all(x, [3]) == (x, (3,))
+    with pytest.raises(ValueError, match="2 rows"):
+        group.reduce_scatter(x, [2])
+    with pytest.raises(ValueError, match="one rank"):
+        group.all_to_all(x, [1, 2])
