@@ -12,6 +12,7 @@ from aserve.errors import RequestError
 
 T = TypeVar("T")
 DEPTH_MAX = 96
+BODIES_MAX = 32  # bodies of full size being read at one time
 THREAD_BYTES = 1 << 17  # beyond this a scan would hold up the streams of others for over ~1 ms
 NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
 QUOTED = re.compile(rb'"[^"]*"')
@@ -28,23 +29,60 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-async def read_body(scope: Scope, receive: Receive, bytes_max: int, limit_s: float) -> bytes:
-    """The whole body; 413 beyond `bytes_max`, 408 if it has not come within `limit_s`."""
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > bytes_max:
-        raise _too_large(bytes_max)
-    body = bytearray()
-    with trio.move_on_after(limit_s):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > bytes_max:
-                raise _too_large(bytes_max)
-            if not message.get("more_body", False):
+class Bodies:
+    """The limits of request bodies: of each, and of all that are being read at one time."""
+
+    def __init__(self, bytes_max: int, limit_s: float) -> None:
+        self._bytes_max = bytes_max
+        self._limit_s = limit_s
+        self._bytes_free = bytes_max * BODIES_MAX
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body; 413 beyond the limit of one, 429 beyond that of all, 408 if too slow."""
+        declared = header(scope, b"content-length")
+        if declared is not None and declared.isdigit() and int(declared) > self._bytes_max:
+            raise self._too_large()
+        body = bytearray()
+        with trio.move_on_after(self._limit_s):
+            try:
+                while await self._read_part(receive, body):
+                    pass
                 return bytes(body)
-    raise RequestError(f"The request body did not arrive within {limit_s:g} s.", status=408)
+            finally:
+                self._bytes_free += len(body)
+        raise RequestError(
+            f"The request body did not arrive within {self._limit_s:g} s.", status=408
+        )
+
+    async def _read_part(self, receive: Receive, body: bytearray) -> bool:
+        """Whether more is to come."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        if len(body) + len(part) > self._bytes_max:
+            raise self._too_large()
+        if len(part) > self._bytes_free:
+            raise RequestError("Too many large requests at once.", status=429, code="overloaded")
+        body += part
+        self._bytes_free -= len(part)
+        return bool(message.get("more_body", False))
+
+    def _too_large(self) -> RequestError:
+        return RequestError(
+            f"The request body is larger than {self._bytes_max} bytes.",
+            status=413,
+            code="body_too_large",
+        )
+
+
+async def read_json(
+    scope: Scope, receive: Receive, decoder: "msgspec.json.Decoder[T]", bodies: Bodies
+) -> tuple[T, bytes]:
+    """The body as the decoder's type, and as it came. Raises RequestError (4xx)."""
+    check_json_type(scope)
+    body = await bodies.read(scope, receive)
+    return await decode_body(body, decoder), body
 
 
 def check_json_type(scope: Scope) -> None:
@@ -97,9 +135,3 @@ def check_depth(body: bytes, depth_max: int = DEPTH_MAX) -> None:
             f"The JSON nests deeper than {depth_max} levels or its brackets do not match.",
             code="invalid_json",
         )
-
-
-def _too_large(bytes_max: int) -> RequestError:
-    return RequestError(
-        f"The request body is larger than {bytes_max} bytes.", status=413, code="body_too_large"
-    )

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import aserve
-from aserve.api.body import check_json_type, decode_body, read_body
+from aserve.api.body import read_json
 from aserve.api.logprobs import TokenNames
 from aserve.api.prompts import Chat
 from aserve.api.protocol import abort_decoder, detokenize_decoder, tokenize_decoder
@@ -38,7 +38,8 @@ class Control:
     async def ready(self, _request: Request) -> Response:
         if self._service.ready:
             return answer({"status": "ready"})
-        response = answer({"status": self._service.phase}, 503)
+        failed = self._service.failure is not None
+        response = answer({"status": "failed" if failed else self._service.phase}, 503)
         response.headers["retry-after"] = "1"
         return response
 
@@ -63,12 +64,9 @@ class Control:
         }
 
     async def _decode(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> T:
-        config = self._service.config
         self._service.check_open()
-        check_json_type(request.scope)
-        bytes_max = config.limits.body_bytes_max
-        body = await read_body(request.scope, request.receive, bytes_max, config.server.read_s)
-        return await decode_body(body, decoder)
+        value, _ = await read_json(request.scope, request.receive, decoder, self._service.bodies)
+        return value
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's `/tokenize`."""

@@ -18,6 +18,7 @@ from aserve.errors import RequestError
 logger = logging.getLogger("aserve.http")
 OPEN_PATHS = frozenset(("/health", "/ready"))
 QUIET_PATHS = frozenset(("/health", "/ready", "/metrics"))
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 DISCARD_BYTES_MAX = 64 << 20
 DISCARD_S = 2.0
 
@@ -91,7 +92,9 @@ class Edge:
     def _log(self, call: Call, scope: Scope) -> None:
         route = scope.get("route")
         path = route.path if route is not None else "other"
-        self._service.responses[call.method if route else "other", path, call.status] += 1
+        # A label per word that a client may invent would be a series per word.
+        method = call.method if call.method in METHODS else "other"
+        self._service.responses[method, path, call.status] += 1
         level = logging.DEBUG if call.path in QUIET_PATHS else logging.INFO
         if not logger.isEnabledFor(level):
             return

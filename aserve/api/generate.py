@@ -1,5 +1,6 @@
 """The course of every generating request: read, prepare, submit, write as the engine speaks."""
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Generic, Protocol, TypeVar
@@ -9,13 +10,16 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from aserve.actors.generation import Generation
-from aserve.api.body import check_json_type, decode_body, read_body
+from aserve.api.body import read_json
 from aserve.api.call import Call
 from aserve.api.chunks import DONE, UsageTally, failure_of
 from aserve.api.edge import send_json
-from aserve.api.protocol import Generate
+from aserve.api.protocol import FIELDS, Generate
 from aserve.api.service import Service
 from aserve.core.request import Delta, SamplingParams
+from aserve.errors import RequestError
+
+logger = logging.getLogger("aserve.http")
 
 R = TypeVar("R", bound=Generate)
 START: dict[str, Any] = {"type": "http.response.start", "status": 200}
@@ -64,13 +68,14 @@ class GenerateEndpoint(Generic[R]):
         config = self._service.config
         call: Call = scope["call"]
         self._service.check_open()
-        check_json_type(scope)
-        bytes_max = config.limits.body_bytes_max
-        body = await read_body(scope, receive, bytes_max, config.server.read_s)
-        request = await decode_body(body, self._decoder)
+        bodies = self._service.bodies
+        request, body = await read_json(scope, receive, self._decoder, bodies)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_ignored(call, type(request), body)
         run = _Run(self._service, call, send if request.stream else None)
         async with call.watched(receive, config.server.request_s):
             job = await self._prepare(self._service, request, call)
+            _check_count(job, config.schedule.waiting_max)
             await self._service.engine.check(job.params)
             await run.consume_all(job, request)
         last = job.writer.end(run.tally)
@@ -80,6 +85,23 @@ class GenerateEndpoint(Generic[R]):
             await send(message)
         else:
             await send_json(send, last)
+
+
+def _check_count(job: Job, count_max: int) -> None:
+    """400 for more sequences at once than ever fit the queue, where 429 would say: try again."""
+    count = len(job.prompts) * job.params.n
+    if count > count_max:
+        raise RequestError(
+            f"The request asks for {count} sequences; this server queues at most {count_max}.",
+            param="n",
+        )
+
+
+def _log_ignored(call: Call, kind: type[Generate], body: bytes) -> None:
+    names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if ignored := sorted(names.keys() - FIELDS[kind]):
+        fields = {"request_id": call.request_id, "ignored": " ".join(ignored)}
+        logger.debug("unknown fields", extra={"fields": fields})
 
 
 class _Run:

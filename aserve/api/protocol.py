@@ -184,7 +184,7 @@ class AbortRequest(Struct):
     request_id: str
 
 
-FIELDS = {
+FIELDS: dict[type[Generate], frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
     for kind in (CompletionRequest, ChatRequest)
 }

@@ -1,5 +1,6 @@
 """A whole server in one `async with`: port, model, engine, clients; and how it ends."""
 
+import ipaddress
 import logging
 import signal
 import threading
@@ -98,6 +99,8 @@ async def serve(
     main thread, where no signal arrives, it serves until cancelled. Raises ConfigError.
     """
     start_log(config.server)
+    if config.server.api_key is None and not _is_loopback(config.server.host):
+        logger.warning("anybody who reaches %s may use this server: no api_key", config.server.host)
     stop = _Stop()
     try:
         with stop.everything:
@@ -112,6 +115,15 @@ async def serve(
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class _Stop:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import aserve
 from aserve.actors.engine import Engine
+from aserve.api.body import Bodies
 from aserve.api.call import Call
 from aserve.api.chunks import Envelope, fingerprint_of
 from aserve.api.prompts import Prompts
@@ -21,6 +22,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.phase: Phase = "loading"
+        self.bodies = Bodies(config.limits.body_bytes_max, config.server.read_s)
         self.calls: set[Call] = set()
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self._engine: Engine | None = None

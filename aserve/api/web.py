@@ -17,29 +17,43 @@ from aserve.errors import ConfigError, RequestError
 
 logger = logging.getLogger("aserve.http")
 BACKLOG = 512
+# `localhost` has an IPv6 address on machines without IPv6.
+ABSENT_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 HEADER_BYTES_MAX = 32 << 10
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets that are bound but do not listen yet; ConfigError says why that was impossible."""
+    """Listening sockets for every address of `host`; ConfigError says why there is none.
+
+    Connections wait in their queues until somebody accepts them.
+    """
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=1)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except OSError as error:
         raise ConfigError(f"server.host {host!r} cannot be resolved: {error}") from None
     sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            # Port 0 means one free port, so every further family takes the port of the first.
-            place = (address[0], sockets[0].getsockname()[1] if sockets and not port else port)
-            sockets.append(_bound(socket.socket(family, kind, protocol), (*place, *address[2:])))
-    except OSError as error:
-        for opened in sockets:
-            opened.close()
-        raise ConfigError(_why_not_bound(host, port, error)) from None
+    failure = OSError("no address")
+    for family, kind, protocol, _, address in found:
+        # Port 0 means one free port, so every further family takes the port of the first.
+        place = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
+        try:
+            sockets.append(_bound(family, kind, protocol, place))
+        except OSError as error:
+            failure = error
+            if error.errno in ABSENT_FAMILY:
+                continue
+            for opened in sockets:
+                opened.close()
+            raise ConfigError(_why_not_bound(host, port, error)) from None
+    if not sockets:
+        raise ConfigError(_why_not_bound(host, port, failure))
     return sockets
 
 
-def _bound(opened: socket.socket, address: tuple[Any, ...]) -> socket.socket:
+def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+    opened = socket.socket(family, kind, protocol)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,6 +1,7 @@
 """Every answer and chunk against the official package's types: no key missing, none invented."""
 
 import json
+import pathlib
 import types
 import typing
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.api.serving import Running, events_of
+from tests.api.serving import Running, config_of, events_of, running
 
 MESSAGES = [{"role": "user", "content": "Say something"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -194,6 +195,24 @@ def test_prompt_logprobs_come_as_vllm_writes_them(server: Running) -> None:
     assert [next(iter(entry)) for entry in rest] == ["6", "7"]
     for entry in rest:
         assert set(next(iter(entry.values()))) == {"logprob", "decoded_token"}
+
+
+def test_thinking_is_told_apart_from_the_answer(tiny_model_path: pathlib.Path) -> None:
+    config = config_of(
+        tiny_model_path,
+        model={"path": str(tiny_model_path), "name": "tiny", "reasoning_parser": "qwen3"},
+    )
+    body = {"messages": MESSAGES, "structured_outputs": {"regex": "<think>hm hm</think>(yes|no)"}}
+    with running(config) as server:
+        path = "/v1/chat/completions"
+        message = ask(server, path, **body)["choices"][0]["message"]
+        hidden = ask(server, path, **body, include_reasoning=False)["choices"][0]["message"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in stream(server, path, **body)]
+    assert message.pop("reasoning_content") == "hm hm"  # DeepSeek's addition, which clients use
+    assert message["content"] in ("yes", "no")
+    assert hidden == message
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
 
 
 def test_models_are_openais(server: Running) -> None:
