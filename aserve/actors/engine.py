@@ -178,6 +178,7 @@ class Engine:
     generate = submit
 
     def _check_open(self) -> None:
+        trio.lowlevel.current_trio_token()  # raises in a thread that is not the engine's
         if self._leader.failure is not None:
             raise RequestError(f"The engine is broken: {self._leader.failure}", status=503)
         if self._draining:

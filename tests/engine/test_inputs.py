@@ -1,0 +1,74 @@
+"""A step's tensors against their definition, row by row."""
+
+import random
+
+import numpy as np
+
+from aserve.core.message import Admit, Rows, Sampling
+from aserve.core.replica import RowsView, SequenceState
+from aserve.runner.inputs import PageTables, StepInputs
+
+PAGE_SIZE = 4
+
+
+def state(seq: int, pages: list[int], n_tokens: int) -> SequenceState:
+    made = SequenceState(Admit(seq, tuple(range(n_tokens)), n_tokens, 0, (), Sampling()))
+    made.pages = pages
+    return made
+
+
+def view(of: SequenceState, start: int, n_rows: int) -> RowsView:
+    tokens = tuple(range(start, start + n_rows))
+    return RowsView(of, Rows(of.seq, start, tokens, (), True, ()), 0, PAGE_SIZE)
+
+
+def check(inputs: StepInputs, views: list[RowsView]) -> None:
+    attend = inputs.attend
+    assert inputs.tokens_T.tolist() == [token for one in views for token in one.rows.tokens]
+    assert attend.positions_T.tolist() == [at for one in views for at in one.positions()]
+    assert attend.slots_T.tolist() == [slot for one in views for slot in one.slots()]
+    assert attend.kv_len_N.tolist() == [one.kv_len for one in views]
+    counts = [one.n_rows for one in views]
+    assert attend.row_start_M.tolist() == [0, *np.cumsum(counts).tolist()]
+    assert inputs.last_rows == [int(end) - 1 for end in np.cumsum(counts)]
+    for place, one in enumerate(views):
+        n_pages = -(-one.kv_len // PAGE_SIZE)
+        assert attend.page_table_NP[place, :n_pages].tolist() == one.state.pages[:n_pages]
+    for tensor in (attend.positions_T, attend.slots_T, attend.page_table_NP, attend.kv_len_N):
+        assert str(tensor.dtype) == "torch.int32"
+        assert tensor.is_contiguous()
+
+
+def test_chunks_and_decode_rows_of_growing_sequences() -> None:
+    dice = random.Random(0)
+    tables = PageTables(PAGE_SIZE)
+    states: dict[int, SequenceState] = {}
+    lengths: dict[int, int] = {}
+    for step in range(200):
+        for seq in list(states):
+            if dice.random() < 0.05:
+                tables.drop(seq)
+                del states[seq], lengths[seq]
+        if len(states) < 40 and dice.random() < 0.6:
+            states[step] = state(step, [], 1000)
+            lengths[step] = 0
+        views = []
+        for seq in states:
+            n_rows = 1 if step % 3 else dice.choice((1, 1, 5, 30))
+            needed = -(-(lengths[seq] + n_rows) // PAGE_SIZE)
+            pages = states[seq].pages
+            pages += [dice.randrange(1000) for _ in range(needed - len(pages))]
+            views.append(view(states[seq], lengths[seq], n_rows))
+            lengths[seq] += n_rows
+        if views:
+            dice.shuffle(views)
+            check(StepInputs(views, tables), views)
+
+
+def test_a_sequence_that_comes_back_has_a_fresh_table() -> None:
+    tables = PageTables(PAGE_SIZE)
+    first = [view(state(1, [7, 8, 9], 100), 0, 12)]
+    check(StepInputs(first, tables), first)
+    tables.drop(1)
+    again = [view(state(1, [3], 100), 0, 2)]
+    check(StepInputs(again, tables), again)
