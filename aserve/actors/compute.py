@@ -4,6 +4,7 @@ Jobs run one at a time, in order. A job cannot be cancelled, so whoever waits fo
 """
 
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,8 @@ import trio
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+SWITCH_S = 0.0005
 
 _Job = tuple[Callable[[], Any], trio.lowlevel.Task]
 
@@ -59,9 +62,14 @@ class ComputeThread:
 @asynccontextmanager
 async def open_compute_thread(name: str = "aserve-compute") -> AsyncIterator[ComputeThread]:
     thread = ComputeThread(name)
+    # Between two kernels the thread needs the interpreter for microseconds, and would wait for it
+    # as long as another thread computes in Python: 5 ms, which is many kernels.
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(switch_s, SWITCH_S))
     try:
         yield thread
     finally:
+        sys.setswitchinterval(switch_s)
         thread.join()
 
 
