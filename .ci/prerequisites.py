@@ -8,12 +8,9 @@ import sysconfig
 
 
 def missing():
-    if sys.version_info < (3, 11):
-        yield (
-            "Python 3.11 or newer (this is %d.%d); name one: make setup PYTHON=python3.11"
-            % (sys.version_info[:2]),
-            None,
-        )
+    if sys.version_info < (3, 11):  # noqa: UP036  this very script runs on any
+        this = ".".join(map(str, sys.version_info[:2]))
+        yield f"Python 3.11 or newer (this is {this}); name one: make PYTHON=python3.11", None
     if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
         yield "Python's venv module", "python3-venv"
     if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
@@ -25,10 +22,10 @@ def missing():
 def main():
     found = list(missing())
     for what, _ in found:
-        print("make: this machine lacks %s" % what, file=sys.stderr)
+        print(f"make: this machine lacks {what}", file=sys.stderr)
     packages = [package for _, package in found if package]
     if packages:
-        print("make: on Debian: apt install %s" % " ".join(packages), file=sys.stderr)
+        print(f"make: on Debian: apt install {' '.join(packages)}", file=sys.stderr)
     return 1 if found else 0
 
 

@@ -57,12 +57,8 @@ class Conversation:
         elif name == "/system":
             self.system = rest.strip() or None
             self.messages.clear()
-        elif name == "/stats" and self.last is not None and self.last.usage is not None:
-            usage = self.last.usage
-            sys.stderr.write(
-                f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), "
-                f"{usage.completion_tokens} generated, ended by {self.last.finish_reason}\n"
-            )
+        elif name == "/stats" and self.last is not None:
+            sys.stderr.write(cost(self.last) + "\n")
         else:
             sys.stderr.write(HELP)
         return True
@@ -101,20 +97,34 @@ class Conversation:
                 raise _Stopped from None
 
 
+def cost(answer: Answer) -> str:
+    """In tokens; a stopped answer has no usage, but was counted as it came."""
+    made = f"{len(answer.token_ids)} tokens generated, ended by {answer.finish_reason}"
+    if answer.usage is None:
+        return made
+    usage = answer.usage
+    return f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {made}"
+
+
 class _Stopped(Exception):
     """Ctrl-C while an answer came."""
 
 
 def read_line(*, prompt: bool) -> str | None:
-    """The next line; None at the end of input, or on Ctrl-C at an empty prompt."""
+    """The next line; None at the end of input. Ctrl-C at a prompt drops the line, as in a shell."""
     try:
         if prompt:
             return input("> ")
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         sys.stderr.write("\n")
         return None
+    except KeyboardInterrupt:
+        if not prompt:
+            raise
+        sys.stderr.write("\nCtrl-D or /exit leaves\n")
+        return ""
     except UnicodeDecodeError:
         say("that line is not UTF-8")
         return ""
