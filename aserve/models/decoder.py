@@ -46,7 +46,7 @@ class Attention:
     def __init__(self, spec: ModelSpec, layer: int, weights: Weights, ops: Ops) -> None:
         at = f"model.layers.{layer}.self_attn"
         dim, hidden = spec.head_dim, spec.hidden
-        # Query heads go with the KV head they share, hence the same units for all of q, k and v.
+        # Contiguous shares keep a query head with the KV head it reads, copied or not.
         groups = Split(0, ATTENTION, units=spec.kv_heads, replicas=True)
         heads = dataclasses.replace(groups, units=spec.heads, replicas=False)
         q_len, kv_len = spec.heads * dim, spec.kv_heads * dim
@@ -62,19 +62,21 @@ class Attention:
         self.q_norm = weights.vector(f"{at}.q_norm.weight", dim) if spec.qk_norm else None
         self.k_norm = weights.vector(f"{at}.k_norm.weight", dim) if spec.qk_norm else None
         self.heads, self.kv_heads = len(weights.held(heads)), len(weights.held(groups))
+        self.parts = (self.heads, self.kv_heads, self.kv_heads)
+        self.n_parts = sum(self.parts)
         self.dim, self.eps, self.scale, self.ops = dim, spec.eps, dim**-0.5, ops
 
     def __call__(self, x_TH: Tensor, kv: KvLayer, attend: Attend, rope: RopeTable) -> Tensor:
-        ops, heads, kv_heads = self.ops, self.heads, self.kv_heads
-        qkv_TAD = ops.linear(x_TH, self.qkv).view(len(x_TH), -1, self.dim)
-        q_THD, k_TGD = qkv_TAD[:, :heads], qkv_TAD[:, heads : heads + kv_heads]
+        ops = self.ops
+        qkv_TAD = ops.linear(x_TH, self.qkv).view(-1, self.n_parts, self.dim)
+        q_THD, k_TGD, v_TGD = qkv_TAD.split_with_sizes(self.parts, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD = ops.rms_norm(q_THD, self.q_norm, self.eps)
             k_TGD = ops.rms_norm(k_TGD, self.k_norm, self.eps)
         ops.rope(q_THD, k_TGD, attend.positions_T, rope)
-        ops.kv_append(k_TGD, qkv_TAD[:, heads + kv_heads :], kv, attend.slots_T)
+        ops.kv_append(k_TGD, v_TGD, kv, attend.slots_T)
         out_THD = ops.attention(q_THD, kv, attend, self.scale)
-        return ops.linear(out_THD.view(len(x_TH), -1), self.out)
+        return ops.linear(out_THD.view(-1, self.out.k), self.out)
 
 
 class SwiGlu:

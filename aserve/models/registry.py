@@ -1,6 +1,7 @@
 """The architectures by name, and the two ways in: `load_spec` and `load_model`."""
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -79,7 +80,14 @@ def load_model(
         with reader.reading_ahead(part, threads, progress):
             model = Model(spec, reader, ops, mlp_of, stage)
         model.nbytes = reader.nbytes
-        return model
+    _give_back()
+    return model
+
+
+def _give_back() -> None:
+    """Return freed memory to the system: glibc keeps what the reading threads let go."""
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def stage_of(layers: int, layout: Layout, rank: int) -> range:

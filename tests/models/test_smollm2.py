@@ -46,7 +46,7 @@ def oracle(smollm2_path: pathlib.Path, model: Model) -> Any:
     with torch.device("meta"):
         made = transformers.LlamaForCausalLM(config)
     state = {
-        name: source.read(name, tuple(slice(0, size) for size in entry.shape))
+        name: source.read(name, tuple(slice(0, size) for size in entry.shape), torch.float32)
         for name, entry in source.entries.items()
     }
     made.load_state_dict(state, strict=False, assign=True)

@@ -142,9 +142,9 @@ def test_a_tensor_is_read_once_and_only_when_asked_for() -> None:
     with open_safetensors(saved("llama")[0]) as source:
         read = source.read
 
-        def counted(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        def counted(name: str, index: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
             reads[name] += 1
-            return read(name, index)
+            return read(name, index, dtype)
 
         source.read = counted  # type: ignore[method-assign]
         checklist = Checklist()

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-import gguf
+import gguf.quants
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -13,6 +13,7 @@ from aserve.models.weights import gguf_names
 from aserve.models.weights.source import Entry, Index
 from aserve.text.gguf_file import GgufFile
 
+CHUNK_VALUES = 1 << 18
 KINDS = {
     *(Kind.F32, Kind.F16, Kind.BF16),
     *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K),
@@ -55,21 +56,28 @@ class GgufSource:
                 swapped = heads.get(name.split(".")[-2], 0) if file.arch == "llama" else 0
                 self._places[name] = Place(gguf_name, expert, swapped)
 
-    def read(self, name: str, index: Index) -> Tensor:
-        place = self._places[name]
+    def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
+        place, shape = self._places[name], self.entries[name].shape
         kind = self._file.tensors[place.name].kind
         raw = self._file.raw(place.name)
         if place.expert is not None:
             raw = raw[place.expert]
-        if len(self.entries[name].shape) < 2:
+        if len(shape) < 2:
             values = _values(raw, kind)
             if place.swapped_heads:
-                values = _half_split(values.numpy()[:, None], place.swapped_heads)[:, 0]
-            return torch.as_tensor(values)[index]
+                values = torch.from_numpy(_half_split(values.numpy()[:, None], place.swapped_heads))
+            return values.reshape(shape)[index].to(dtype)
         if place.swapped_heads:
             raw = _half_split(raw, place.swapped_heads)
-        # A row is whole blocks, so rows are chosen before dequantising, columns after.
-        return _values(raw[index[0]], kind)[(slice(None), *index[1:])]
+        # A row is whole blocks, so rows are chosen before dequantising, columns after; a few rows
+        # at a time, so that float32 never leaves the cache.
+        raw = raw[index[0]]
+        step = max(1, CHUNK_VALUES // shape[-1])
+        out = torch.empty((len(raw), *(part.stop - part.start for part in index[1:])), dtype=dtype)
+        for start in range(0, len(raw), step):
+            rows = slice(start, start + step)
+            out[rows] = _values(raw[rows], kind)[(slice(None), *index[1:])]
+        return out
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -86,4 +94,7 @@ def _values(raw: np.ndarray, kind: Kind) -> Tensor:
     if kind in (Kind.F32, Kind.F16):
         dtype = np.float32 if kind == Kind.F32 else np.float16
         return torch.from_numpy(np.ascontiguousarray(raw).view(dtype)).float()
-    return torch.from_numpy(gguf.dequantize(raw, kind))
+    # gguf.dequantize would take 16 rows at a time, which for rows of this length is slow.
+    quantisation = getattr(gguf.quants, kind.name)
+    blocks = raw.reshape(-1, quantisation.type_size)
+    return torch.from_numpy(quantisation.dequantize_blocks(blocks).reshape(*raw.shape[:-1], -1))

@@ -6,6 +6,7 @@ A model is constructed twice: with `Checklist`, which only notes what it asks fo
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ from aserve.tensor.ops import Linear, Ops
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 
 LISTED_MAX = 12  # of each sort of finding
-READ_AHEAD_BYTES = 64 << 20
+READ_AHEAD_BYTES = 32 << 20  # as read, not as stored
 HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")  # derived from the config
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -185,7 +186,7 @@ class Reader:
         return linear
 
     def vector(self, name: str, n: int) -> Tensor:
-        return self._keep(self._read(name).float().clone())
+        return self._keep(self._read(name).clone())
 
     def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
         return self._keep(self._read(name).clone())
@@ -196,7 +197,7 @@ class Reader:
     def _bias(self, part: Matrix, n_rows: int) -> Tensor:
         # Of a row-parallel sum one rank adds the bias; of the others each adds its own rows.
         if part.bias and (part.split.dim == 0 or self._rank == 0):
-            return self._read(f"{part.name}.bias").float()
+            return self._read(f"{part.name}.bias")
         return torch.zeros(n_rows)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -206,9 +207,8 @@ class Reader:
     def _read(self, name: str) -> Tensor:
         self._read_ahead(name)
         tensor = self._ahead.pop(name).result()
-        n_bytes = self._source.entries[name].n_bytes
-        self._ahead_bytes -= n_bytes
-        self._taken(n_bytes)
+        self._ahead_bytes -= self._size(name)
+        self._taken(self._source.entries[name].n_bytes)
         return tensor
 
     def _read_ahead(self, wanted: str) -> None:
@@ -216,9 +216,12 @@ class Reader:
         while self._queue and (wanted not in self._ahead or self._ahead_bytes < READ_AHEAD_BYTES):
             name = self._queue.popleft()
             self._ahead[name] = self._pool.submit(self._convert, name)
-            self._ahead_bytes += self._source.entries[name].n_bytes
+            self._ahead_bytes += self._size(name)
+
+    def _size(self, name: str) -> int:
+        return math.prod(self._expected[name][0]) * self._dtype.itemsize
 
     def _convert(self, name: str) -> Tensor:
         shape, split = self._expected[name]
-        tensor = self._source.read(name, slice_for(split, shape, self._layout, self._rank))
-        return tensor if len(shape) == 1 else tensor.to(self._dtype)
+        dtype = torch.float32 if len(shape) == 1 else self._dtype
+        return self._source.read(name, slice_for(split, shape, self._layout, self._rank), dtype)

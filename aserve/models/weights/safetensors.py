@@ -38,13 +38,13 @@ class SafetensorsSource:
                 self.entries[name] = Entry(shape, kind, math.prod(shape) * ITEM_BYTES[kind])
                 self._files[name] = file
 
-    def read(self, name: str, index: Index) -> Tensor:
+    def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
         file = self._files[name]
         wanted = tuple(part.stop - part.start for part in index)
         # A whole tensor is mapped, a part of one is copied.
         whole = wanted == self.entries[name].shape
         tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
-        return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
+        return tensor.to(dtype)
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ class Source(Protocol):
     @property
     def entries(self) -> Mapping[str, Entry]: ...
 
-    def read(self, name: str, index: Index) -> Tensor:
-        """That part of a tensor, as float32, or bfloat16 where it is stored so."""
+    def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
+        """That part of a tensor, rounded to bfloat16 or as float32."""
         ...
 
 
