@@ -11,9 +11,12 @@ at all, inside a later plan. Nothing outside the planner decides.
 
 Work. A `Sequence` is its known tokens and how many of them have KV; its work is the rest. So a
 prompt, its chunks, what a cache hit leaves, a decode row and a resumption are the same subtraction;
-prefill and decode differ only in their turn. A step (`compose`) takes decode rows first, then chunks
-of started prompts, then new sequences, within a row budget; chunks but the last end on a page
-border. Running sequences are so few that a page's worth of rows is always left for the first chunk.
+prefill and decode differ only in their turn. A step (`compose`) takes decode rows first, then
+chunks of started prompts, then new sequences, within a row budget; chunks but the last end on a
+page border. Running sequences are so few that a page's worth of rows is left for the first chunk.
+
+Waiting is cheap. A waiting sequence remembers how far the cache had it and looks only further, so
+a queue head that is blocked for memory costs two lookups a step, however long its prompt.
 
 Pages. `pages` is the ledger: a page is free, owned by one sequence, or the cache's. `radix` is the
 cache: a node a page, locks up the path, eviction of the least recently used unlocked leaf. `group`

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from aserve.core.group import Group
+from aserve.core.radix import Node
 from aserve.core.sequence import Phase, Sequence
 
 FUTURE_LEN_MAX = 4096  # what a request may still generate counts up to here
@@ -46,22 +47,26 @@ class NewTokenRatio:
         # The last token drawn never gets KV.
         return group.pages_for(len(sequence.tokens) + max(future_len - 1, 0))
 
-    def pages_reserved(self, group: Group) -> int:
-        """Pages that the running sequences are expected to take yet."""
-        return sum(
-            max(0, self.pages_future(group, sequence) - len(sequence.pages))
-            for sequence in group.running.values()
-        )
+    def pages_wanted(self, group: Group, sequence: Sequence) -> int:
+        """Pages that a running sequence is expected to take yet."""
+        return max(0, self.pages_future(group, sequence) - len(sequence.pages))
 
-    def fits(self, group: Group, sequence: Sequence, hit_pages: int) -> bool:
-        """Whether a waiting sequence, its hit locked, may start in the group now."""
+    def pages_reserved(self, group: Group) -> int:
+        """Pages that all running sequences are expected to take yet."""
+        return sum(self.pages_wanted(group, sequence) for sequence in group.running.values())
+
+    def fits(self, group: Group, sequence: Sequence, hit_pages: int, reserved: int) -> bool:
+        """Whether a waiting sequence may start in the group now; `reserved` as `pages_reserved`.
+
+        What is true before its hit is locked may be false after, but not the other way round.
+        """
         available = group.pages_available
         if group.pages_for(len(sequence.tokens)) - hit_pages > available:
             return False
         if not group.running:
             return True  # alone it may use the whole pool
         wanted = self.pages_future(group, sequence) - hit_pages
-        return wanted + self.pages_reserved(group) <= available
+        return wanted + reserved <= available
 
 
 class WaitingQueue:
@@ -111,20 +116,26 @@ def victim(candidates: Iterable[Sequence]) -> Sequence:
     return max(candidates, key=lambda s: (s.priority, -s.n_generated, s.prompt_len, s.order))
 
 
-def computed_by(group: Group, sequence: Sequence, hit_pages: int) -> Sequence | None:
+def computed_by(group: Group, sequence: Sequence, hit: Node | None) -> Sequence | None:
     """Who in the group is just computing the page after `sequence`'s hit; None: nobody.
 
     Waiting for it is cheaper than computing the page twice, and cannot deadlock: who computes
     runs already and waits for no one; once it has left, by whatever way, nobody waits for it.
     """
-    end = (hit_pages + 1) * group.page_size
-    if not group.prefix_cache or end > sequence.reusable_len():
+    if hit is None:  # no cache, or nobody with this salt runs: it would hold the root
         return None
+    start = hit.depth * group.page_size
+    end = start + group.page_size
+    if end > sequence.reusable_len():
+        return None
+    page = sequence.tokens[start:end]
     for other in group.prefilling.values():
+        # A node is a prefix, so only the page after it is compared. Who stores below another node
+        # of this path has been overtaken, and will not store this page: see `Group.store`.
         if (
-            other.promised_pages > hit_pages
-            and other.salt == sequence.salt
-            and other.tokens[:end] == sequence.tokens[:end]
+            other.node is hit
+            and other.promised_pages > hit.depth
+            and other.tokens[start:end] == page
         ):
             return other
     return None

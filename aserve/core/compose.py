@@ -34,6 +34,7 @@ class Lane:
         self.scheduled: list[Sequence] = []
         self.numbers: list[int] = []  # for the digest
         self.n_decode = 0
+        self.pages_reserved = -1  # for the group's running sequences; counted when first needed
         self.retracted = False
 
     def add(self, sequence: Sequence, n_rows: int, pages: tuple[int, ...]) -> None:
@@ -225,23 +226,32 @@ class Composer:
     def _try(self, sequence: Sequence, composition: Composition) -> Verdict:
         for lane in self._open_lanes(composition):
             group = lane.group
-            hit_pages = group.hit_pages(sequence)
-            other = computed_by(group, sequence, hit_pages)
+            hit = group.hit(sequence)
+            hit_pages = 0 if hit is None else hit.depth
+            other = computed_by(group, sequence, hit)
             if other is not None:
-                group.unlock(sequence)
                 sequence.waits_for = other
                 sequence.wait_pages = hit_pages + 1
                 return Verdict.WAITS
             start = hit_pages * group.page_size
             n_rows = self._chunk_len(lane, len(sequence.tokens) - start, start)
-            if n_rows and self.ratio.fits(group, sequence, hit_pages):
-                self._start(sequence, lane, n_rows, composition)
-                return Verdict.ADMITTED
-            group.unlock(sequence)
+            # A lock walks the whole path, so who waits for memory is refused before it if possible.
+            if n_rows and self._fits(lane, sequence, hit_pages):
+                group.lock(sequence, hit)
+                if self._fits(lane, sequence, hit_pages):
+                    self._start(sequence, lane, n_rows, composition)
+                    return Verdict.ADMITTED
+                group.unlock(sequence)
         return Verdict.FULL
+
+    def _fits(self, lane: Lane, sequence: Sequence, hit_pages: int) -> bool:
+        if lane.pages_reserved < 0:
+            lane.pages_reserved = self.ratio.pages_reserved(lane.group)
+        return self.ratio.fits(lane.group, sequence, hit_pages, lane.pages_reserved)
 
     def _start(self, sequence: Sequence, lane: Lane, n_rows: int, composition: Composition) -> None:
         hit_pages = lane.group.place(sequence)
+        lane.pages_reserved += self.ratio.pages_wanted(lane.group, sequence)
         sequence.enter(Phase.RUNNING)
         lane.cell.append(sequence)
         if sequence.cached_len < 0:

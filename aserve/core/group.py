@@ -1,7 +1,7 @@
 """One attention-DP group: its KV pool, its prefix cache, and the sequences that run on them."""
 
 from aserve.core.pages import PagePool
-from aserve.core.radix import RadixTree
+from aserve.core.radix import Node, RadixTree
 from aserve.core.sequence import Sequence
 
 
@@ -25,19 +25,21 @@ class Group:
     def pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_size)
 
-    def hit_pages(self, sequence: Sequence) -> int:
-        """How many leading pages of a waiting sequence the cache would give it; locks them.
-
-        Follow it with `place`, or with `unlock`.
-        """
+    def hit(self, sequence: Sequence) -> Node | None:
+        """Down to where the cache has a waiting sequence; not locked. Cheap when asked again."""
         assert sequence.node is None, sequence.seq
-        tree = self.tree
-        node = None
-        if self.prefix_cache:
-            node = tree.match(sequence.salt, sequence.tokens, sequence.reusable_len())
-        sequence.node = tree.root(sequence.salt) if node is None else node
-        tree.lock(sequence.node)
-        return sequence.node.depth
+        if not self.prefix_cache:
+            return None
+        hits, len_max = sequence.hits, sequence.reusable_len()
+        node = self.tree.match(sequence.salt, sequence.tokens, len_max, hits.get(self.index))
+        if node is not None:
+            hits[self.index] = node
+        return node
+
+    def lock(self, sequence: Sequence, hit: Node | None) -> None:
+        """Keep a hit just found from eviction; follow it with `place`, or with `unlock`."""
+        sequence.node = self.tree.root(sequence.salt) if hit is None else hit
+        self.tree.lock(sequence.node)
 
     def unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None, sequence.seq
@@ -52,6 +54,7 @@ class Group:
         node = sequence.node
         assert node is not None, sequence.seq
         sequence.group = self.index
+        sequence.hits.clear()
         sequence.cached_pages = node.depth
         sequence.kv_len = node.depth * self.page_size
         sequence.pages = self.tree.path_pages(node)

@@ -41,18 +41,30 @@ class RadixTree:
         self.n_pages = 0
         self.n_evictable = 0  # pages without a lock: all can be evicted, as locks go up the path
 
-    def match(self, salt: str, tokens: Sequence[int], len_max: int) -> Node | None:
-        """The deepest node whose path is a prefix of `tokens[:len_max]`; None: nothing cached."""
-        node = self._roots.get(salt)
+    def match(
+        self, salt: str, tokens: Sequence[int], len_max: int, known: Node | None = None
+    ) -> Node | None:
+        """The deepest node whose path is a prefix of `tokens[:len_max]`; None: nothing cached.
+
+        `known` is an earlier answer for these tokens, with no smaller `len_max`: what still stands
+        of it is not compared again.
+        """
+        node = self._standing(known) or self._roots.get(salt)
         if node is None:
             return None
         size = self._page_size
-        for start in range(0, len_max - size + 1, size):
+        for start in range(node.depth * size, len_max - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
             node = child
         return node
+
+    def _standing(self, known: Node | None) -> Node | None:
+        """The deepest node of a path that has not been evicted; None: not even its first page."""
+        while known is not None and known.page < 0:
+            known = known.parent  # a root too has no page, so the walk ends above it
+        return known
 
     def root(self, salt: str) -> Node:
         """The root of a salt, to lock; it goes when unlocked and empty."""

@@ -43,6 +43,7 @@ class Sequence:
         "cached_pages",
         "draft",
         "group",
+        "hits",
         "in_flight",
         "kv_len",
         "max_tokens",
@@ -77,6 +78,7 @@ class Sequence:
         self.draft: tuple[int, ...] = ()
         self.pages: list[int] = []
         self.node: Node | None = None
+        self.hits: dict[int, Node] = {}  # by group, while waiting: what the cache had last time
         self.cached_pages = 0
         self.promised_pages = 0
         self.group = -1

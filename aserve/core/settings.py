@@ -12,7 +12,6 @@ import msgspec
 from aserve.core.config import Config
 from aserve.errors import ConfigError
 
-INT_MAX = 2**63 - 1
 SECONDS_MAX = 86400.0
 
 # Every key: least and greatest value (numbers only), and a line of help.

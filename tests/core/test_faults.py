@@ -97,15 +97,19 @@ def test_kv_spoilt_on_a_rank_changes_the_text() -> None:
         deployment.check_texts()
 
 
-def match_without_salt(tree: RadixTree, salt: str, tokens: list[int], len_max: int) -> Node | None:
-    for known in tree._roots:
-        node = RIGHT["match"](tree, known, tokens, len_max)
+def match_without_salt(
+    tree: RadixTree, salt: str, tokens: list[int], len_max: int, known: Node | None
+) -> Node | None:
+    for other in tree._roots:
+        node = RIGHT["match"](tree, other, tokens, len_max)
         if node is not None and node.depth:
             return node
     return RIGHT["match"](tree, salt, tokens, len_max)
 
 
-def match_too_much(tree: RadixTree, salt: str, tokens: list[int], len_max: int) -> Node | None:
+def match_too_much(
+    tree: RadixTree, salt: str, tokens: list[int], len_max: int, known: Node | None
+) -> Node | None:
     node = RIGHT["match"](tree, salt, tokens, len_max)
     return next(iter(node.children.values()), node) if node is not None else None
 
@@ -186,7 +190,8 @@ FAULTS = [
     (Outbox, "drop", drop_without_the_commit),
     (compose.Composer, "_retract", retract_the_token),
     (compose.Composer, "_chunk_len", lambda composer, lane, work_len, start: work_len),
-    (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages: True),
+    (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages, reserved: True),
+    (RadixTree, "_standing", lambda tree, known: known),
     (Sequence, "reusable_len", lambda sequence: len(sequence.tokens)),
     (Planner, "_settle", lambda planner, sequence, rows, result: None),
 ]
