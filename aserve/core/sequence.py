@@ -115,7 +115,9 @@ class Sequence:
     def ended_by(self, token: int) -> FinishReason | None:
         """Whether `token`, just appended, ends the sequence."""
         n_generated = len(self.tokens) - self.prompt_len
-        # A stop id is masked while the token drawn has fewer than min_tokens before it.
-        if token in self.sampling.stop_ids and n_generated > self.sampling.min_tokens:
+        # A stop id is masked while it has fewer than min_tokens before it, unless a grammar allows
+        # nothing else: the text is whole then, and its end must not be drawn again and again.
+        early = n_generated <= self.sampling.min_tokens and self.sampling.grammar is None
+        if token in self.sampling.stop_ids and not early:
             return "stop"
         return "length" if n_generated >= self.max_tokens else None

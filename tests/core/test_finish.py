@@ -3,7 +3,8 @@
 import pytest
 
 from aserve.core import pages
-from tests.core.deployment import Deployment, oracle
+from aserve.core.message import Grammar
+from tests.core.deployment import VOCAB, Deployment, oracle
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -174,3 +175,14 @@ def test_a_seq_may_be_used_again_when_it_is_over() -> None:
     deployment.ask(0, prompt(5, 3), max_tokens=2)
     deployment.pump()
     deployment.check_texts()
+
+
+def test_the_end_of_a_complete_grammar_is_the_end_before_min_tokens_too() -> None:
+    everything = tuple(range(VOCAB))
+    deployment = Deployment()
+    grammar = Grammar("regex", "a")
+    deployment.ask(0, (1, 2), 9, min_tokens=5, stop_ids=everything, grammar=grammar)
+    deployment.ask(1, (1, 2), 9, min_tokens=5, stop_ids=everything)
+    deployment.pump()
+    assert deployment.ends[0].finish_reason == deployment.ends[1].finish_reason == "stop"
+    assert [len(deployment.texts[seq]) for seq in (0, 1)] == [1, 6]
