@@ -275,6 +275,8 @@ class Connection(TCPServer):
                     break
                 if not data:
                     break
+        # An answer may still be written, but nothing is awaited after it: no idle time begins.
+        self._closing = True
         await self.protocol.handle(Closed())
 
     async def _wait_hangup(self) -> None:

@@ -99,7 +99,7 @@ async def serve(
     main thread, where no signal arrives, it serves until cancelled. Raises ConfigError.
     """
     start_log(config.server)
-    if config.server.api_key is None and not _is_loopback(config.server.host):
+    if config.server.api_key is None and not is_loopback(config.server.host):
         logger.warning("anybody who reaches %s may use this server: no api_key", config.server.host)
     stop = _Stop()
     try:
@@ -117,7 +117,7 @@ async def serve(
         raise only_error(group) from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

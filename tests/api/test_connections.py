@@ -3,15 +3,17 @@
 import json
 import pathlib
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.api.serving import Running, config_of, post, read_all, running
+from tests.api.serving import LIMIT_S, Running, config_of, post, read_all, running
 
 COMPLETE = "/v1/completions"
+RESET = struct.pack("ii", 1, 0)  # lingering for no time: closing resets the connection
 # Many long choices: far more than any machine computes before it sees what the client does.
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 480, "n": 60, "ignore_eos": True}
 # The same, in chunks too large for the sockets' buffers.
@@ -58,7 +60,7 @@ def test_hanging_up_on_a_stream_frees_its_pages(server: Running, reset: bool) ->
     aborted, done = finished(server, "abort"), finished(server, "length")
     with server.connect() as raw:
         if reset:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         send(raw, {**LONG, "stream": True})
         read_until(raw, b"data: ")
         assert server.planner().running > 0
@@ -83,6 +85,30 @@ def test_hanging_up_behind_a_pipelined_request_frees_pages(server: Running) -> N
         server.wait(lambda: not is_idle(server))
     server.wait(lambda: is_idle(server))
     assert finished(server, "abort") == aborted + 60
+
+
+def test_answer_to_a_client_that_has_gone_leaves_no_connection(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing it fails, and no idle time begins after it."""
+    reader = server.server.service.prompts._reader
+    encode, started, gone = reader.encode, threading.Event(), threading.Event()
+
+    def encode_late(text: str, *, special: bool = True) -> tuple[int, ...]:
+        started.set()
+        assert gone.wait(LIMIT_S)
+        return encode(text, special=special)
+
+    monkeypatch.setattr(reader, "encode", encode_late)
+    with server.connect() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        # Long enough to be tokenized in a thread.
+        raw.sendall(post("/tokenize", json.dumps({"prompt": "word " * 2000}).encode()))
+        assert started.wait(LIMIT_S)
+    for _ in range(2):  # the reset is seen before what comes after it
+        server.exchange(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    gone.set()
+    server.wait(lambda: server.server.web.connections == 0)
 
 
 def test_hanging_up_before_the_body_is_complete_is_nothing(server: Running) -> None:
@@ -217,3 +243,18 @@ def test_request_has_a_time_limit(tiny_model_path: pathlib.Path, stream: bool) -
         assert b'"code":"request_timeout"' in answer
         assert b"[DONE]" not in answer
         server.wait(lambda: is_idle(server))
+
+
+def test_death_of_the_engine_is_told_to_everybody(tiny_model_path: pathlib.Path) -> None:
+    with running(config_of(tiny_model_path)) as server, server.connect() as raw:
+        send(raw, {**LONG, "stream": True})
+        read_until(raw, b"data: ")
+        rest = reading(raw)
+        server.call(lambda: server.server.service.engine._leader.fail("told to"))
+        with server.client() as client:
+            assert client.get("/health").json() == {"status": "failed", "reason": "told to"}
+            assert client.get("/ready").json() == {"status": "failed"}
+            response = client.post(COMPLETE, json={"prompt": "x"})
+        assert response.status_code == 503
+        assert "told to" in response.json()["error"]["message"]
+    assert b'"code":"engine_error"' in rest()

@@ -17,6 +17,7 @@ from aserve.api.logprobs import LOWEST, CompletionLogprobs, TokenNames
 from aserve.api.messages import plain_messages, teach_tools
 from aserve.api.params import structured_of
 from aserve.api.protocol import Generate, Message
+from aserve.api.server import is_loopback
 from aserve.api.service import Service
 from aserve.api.web import bind, url_of
 from aserve.core.config import Config
@@ -288,6 +289,14 @@ def test_host_that_is_none_is_a_config_error() -> None:
         bind("no such host", 0)
     with pytest.raises(ConfigError, match="cannot be bound"):
         bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("x.org", False)],
+)
+def test_only_loopback_is_served_without_a_warning(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
 
 
 def test_service_without_an_engine_says_so() -> None:
