@@ -246,7 +246,8 @@ def test_request_has_a_time_limit(tiny_model_path: pathlib.Path, stream: bool) -
 
 
 def test_death_of_the_engine_is_told_to_everybody(tiny_model_path: pathlib.Path) -> None:
-    with running(config_of(tiny_model_path)) as server, server.connect() as raw:
+    with running(config_of(tiny_model_path)) as server:
+        raw = server.connect()
         send(raw, {**LONG, "stream": True})
         read_until(raw, b"data: ")
         rest = reading(raw)
@@ -257,4 +258,5 @@ def test_death_of_the_engine_is_told_to_everybody(tiny_model_path: pathlib.Path)
             response = client.post(COMPLETE, json={"prompt": "x"})
         assert response.status_code == 503
         assert "told to" in response.json()["error"]["message"]
-    assert b'"code":"engine_error"' in rest()
+    with raw:
+        assert b'"code":"engine_error"' in rest()
