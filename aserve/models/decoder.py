@@ -21,6 +21,7 @@ from aserve.tensor.rope import RopeTable, inv_freq
 TILE_COLUMNS = 32  # a row block is whole tiles of the kernels
 BLOCK_COLUMNS = 96  # and long enough that adding blocks up costs little
 BLOCK_COUNTS = (12, 8, 6, 4, 3, 2)  # 12 serves 2, 3, 4, 6 and 12 ranks
+POSITIONS_MIN = 2048  # of the first rotary table
 ATTENTION, MLP = ("attn_tp",), ("tp",)
 VOCAB = Split(0, ("tp",))
 
@@ -136,6 +137,29 @@ class Layer:
         return x_TH, self.mlp(normed_TH)
 
 
+class Rotary:
+    """Cosines and sines of the positions in use; made when needed, for a context may be long.
+
+    `divisors` of the frequencies are what GGUF files hold for Llama 3's scaling.
+    """
+
+    def __init__(self, spec: ModelSpec, divisors: Tensor | None) -> None:
+        self.frequencies, self.factor = inv_freq(spec.rope, spec.head_dim)
+        if divisors is not None:
+            self.frequencies = self.frequencies / divisors
+        self.table = RopeTable(torch.empty(0, 0))
+
+    def upto(self, positions: int) -> RopeTable:
+        """A table of at least that many positions."""
+        have = self.table.cos_sin_PR.shape[0]
+        if positions > have:
+            count = max(positions, 2 * have, POSITIONS_MIN)
+            angles = torch.arange(count, dtype=torch.float32)[:, None] * self.frequencies[None, :]
+            cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+            self.table = RopeTable(torch.cat((cos, sin), dim=1))
+        return self.table
+
+
 class Model:
     """The layers of a stage; the embedding comes with the first layer, the head with the last."""
 
@@ -160,7 +184,7 @@ class Model:
             name = TABLE if spec.tied else HEAD
             head = Matrix(name.removesuffix(".weight"), spec.vocab, spec.hidden, VOCAB)
             self.head = weights.linear(head)
-        self.rope = rotary(spec, divisors)
+        self.rotary = Rotary(spec, divisors)
 
     def regions(self) -> tuple[Region, ...]:
         """The KV of this stage's layers, as this rank holds it."""
@@ -186,9 +210,9 @@ class Model:
         else:
             assert hidden_TH is not None
             x_TH = hidden_TH
-        added_TH = None
+        rope, added_TH = self.rotary.upto(int(attend.kv_len_N.max())), None
         for layer, pages in zip(self.layers, kv, strict=True):
-            x_TH, added_TH = layer(x_TH, added_TH, pages, attend, self.rope)
+            x_TH, added_TH = layer(x_TH, added_TH, pages, attend, rope)
         assert added_TH is not None
         if not self.is_last:
             return ops.add(x_TH, added_TH)
@@ -197,12 +221,3 @@ class Model:
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """float32 [R, vocab] of rows that `forward` returned."""
         return self.ops.linear(hidden_RH, self.head)
-
-
-def rotary(spec: ModelSpec, divisors: Tensor | None) -> RopeTable:
-    """Cosines and sines for every position of the context; `divisors` as GGUF files give them."""
-    frequencies, factor = inv_freq(spec.rope, spec.head_dim)
-    if divisors is not None:
-        frequencies = frequencies / divisors
-    angles = torch.arange(spec.context_len, dtype=torch.float32)[:, None] * frequencies[None, :]
-    return RopeTable(torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1).contiguous())

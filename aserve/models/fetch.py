@@ -45,7 +45,8 @@ PACKAGED = {
     )
 }
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+HUB_DOUBLES = ["consolidated*", "original/*"]  # the same weights in their maker's own layout
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1
 ERROR_LINES = 3
@@ -241,7 +242,9 @@ def _from_hub(name: str, step: Progress) -> pathlib.Path:
 
     step(0, 0, f"downloading {name}")
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES))
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DOUBLES
+        )
     except huggingface_hub.errors.GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: accept its terms on huggingface.co, then set HF_TOKEN"

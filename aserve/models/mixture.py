@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aserve.models import dense
 from aserve.models.decoder import Mlp, SwiGlu
-from aserve.models.spec import Experts, Fields, ModelSpec
+from aserve.models.spec import Experts, Fields, ModelSpec, sliding_window
 from aserve.models.split import Split
 from aserve.models.weights.loader import Matrix, Weights
 from aserve.tensor.ops import Ops
@@ -76,7 +76,7 @@ def qwen3_moe(fields: Fields) -> dict[str, Any]:
 def mixtral(fields: Fields) -> dict[str, Any]:
     inner = fields.count("intermediate_size")
     experts = _experts(fields, inner, True, lambda layer: True)
-    return {"window": dense.sliding_window(fields.config), "experts": experts}
+    return {"window": sliding_window(fields.config), "experts": experts}
 
 
 def _experts(

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -15,9 +14,10 @@ from aserve.core.layout import Grid
 from aserve.errors import ConfigError, ModelError
 from aserve.models import dense, mixture
 from aserve.models.decoder import MlpOf, Model
+from aserve.models.fetch import Progress
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
 from aserve.models.weights.gguf import GgufSource
-from aserve.models.weights.loader import Checklist, Progress, Reader
+from aserve.models.weights.loader import Checklist, Reader
 from aserve.models.weights.safetensors import open_safetensors
 from aserve.models.weights.source import Source, auto_dtype
 from aserve.tensor.ops import Ops
@@ -71,10 +71,9 @@ def load_model(
         spec = _spec(config, source, DTYPES.get(dtype) or auto_dtype(source))
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
         whole, part, stage = Checklist(), Checklist(), stage_of(spec.layers, layout, rank)
-        small = dataclasses.replace(spec, context_len=1)  # no need for a rotary table yet
-        Model(small, whole, ops, mlp_of)
+        Model(spec, whole, ops, mlp_of)
         whole.check(source)
-        Model(small, part, ops, mlp_of, stage)
+        Model(spec, part, ops, mlp_of, stage)
         reader = Reader(source, ops, spec.dtype, layout, rank)
         threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         with reader.reading_ahead(part, threads, progress):

@@ -16,6 +16,7 @@ import torch
 from aserve.errors import ModelError
 from aserve.tensor.rope import rope_parameters
 
+LAYERS_MAX = 1024
 logger = logging.getLogger("aserve.models")
 
 
@@ -123,6 +124,8 @@ def decoder_spec(arch: str, fields: Fields, dtype: torch.dtype, extra: dict[str,
         rope_divisors=fields.flag("rope_divisors", False),
         **extra,
     )
+    if spec.layers > LAYERS_MAX:
+        fields.findings.append(f"num_hidden_layers is {spec.layers}, at most {LAYERS_MAX}")
     if spec.heads % spec.kv_heads:
         fields.findings.append(f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly")
     if spec.head_dim % 2:

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -21,6 +21,9 @@ from aserve.text.gguf_file import open_gguf
 from aserve.text.gguf_tokenizer import SPACE
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Inside quoted text; a code point that is no character, so it means nothing in any text.
+MARK = "\ufdd0"
+MARKS = re.compile(f"{MARK}({MARK}?)")
 GGUF_ENDS = ("eos", "eot", "eom")  # of text, of a turn, of a message to a tool
 
 
@@ -43,6 +46,7 @@ class Tokenizer:
         self.chat_template = chat_template
         added = hf.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
+        self._special_ids = {text: number for number, text in self._special.items()}
         self.vocab_size = max(hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._bytes_of = _bytes_of(hf)
 
@@ -83,6 +87,41 @@ class Tokenizer:
     def special_text(self, token: int) -> str:
         """A special token as it is written, "" for any other."""
         return self._special.get(token, "")
+
+    def quote(self, value: Any) -> Any:
+        """JSON-like `value` with a mark inside each text that is written like a special token.
+
+        For what a client puts into a chat template: `encode_quoted` gives its `<|im_end|>` the ids
+        of that text, while the template's own is the token. Other text is as it was.
+        """
+        if isinstance(value, str):
+            value = value.replace(MARK, MARK + MARK)
+            return self._specials.sub(lambda name: name[0][:1] + MARK + name[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self.quote(key): self.quote(part) for key, part in value.items()}
+        return [self.quote(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def encode_quoted(self, text: str) -> list[int]:
+        """Ids of text that has parts from `quote`; without any, of `encode(text, False)`."""
+        if MARK not in text:
+            return self.encode(text, add_special=False)
+        ids: list[int] = []
+        at = 0
+        for name in self._specials.finditer(text):
+            ids += self._encode_text(text[at : name.start()])
+            ids.append(self._special_ids[name[0]])
+            at = name.end()
+        return ids + self._encode_text(text[at:])
+
+    def _encode_text(self, quoted: str) -> list[int]:
+        text = MARKS.sub(r"\1", quoted)
+        return self.encode(text, add_special=False, parse_special=False) if text else []
+
+    @functools.cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """The names of special tokens, the longest first; nothing if there are none."""
+        names = sorted(filter(None, self._special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:

@@ -140,3 +140,13 @@ def test_regions_say_what_a_token_costs() -> None:
     assert (region.name, region.per, region.layers) == ("kv", "token", (0, 1, 2))
     assert (region.heads, region.head_dim, region.dtype) == (2, 32, torch.float32)
     assert region.item_bytes == 2 * 2 * 32 * 4
+
+
+def test_a_rotary_table_grows_without_changing() -> None:
+    model = load_model(saved("llama-rope-yarn")[0], ops=open_ops("reference", 1))
+    assert model.rotary.table.cos_sin_PR.numel() == 0, "made when first needed"
+    short = model.rotary.upto(5).cos_sin_PR
+    assert model.rotary.upto(len(short)).cos_sin_PR is short
+    long = model.rotary.upto(3 * len(short) + 1).cos_sin_PR
+    assert len(long) == 3 * len(short) + 1
+    assert torch.equal(long[: len(short)], short)

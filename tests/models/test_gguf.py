@@ -198,14 +198,55 @@ def test_metadata_becomes_the_spec(tmp_path: pathlib.Path) -> None:
     assert spec.rope["factor"] == YARN["factor"] == LLAMA3["factor"]
 
 
-def test_an_unknown_architecture_names_the_known_ones(tmp_path: pathlib.Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma3")
+def written(path: pathlib.Path, arch: str, fields: dict[str, object]) -> pathlib.Path:
+    """A file of metadata alone."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)  # type: ignore[arg-type]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def test_metadata_of_the_wrong_kind_is_refused_with_all_findings(tmp_path: pathlib.Path) -> None:
+    fields = {
+        "llama.attention.head_count": [4, 2],
+        "llama.embedding_length": "wide",
+        "llama.rope.dimension_count": 16,
+        "llama.block_count": 2000,
+        "llama.feed_forward_length": [128, 128],
+    }
+    with pytest.raises(ModelError) as caught:
+        load_spec(written(tmp_path / "x.gguf", "llama", fields))
+    text = str(caught.value)
+    for finding in ("num_attention_heads is [4, 2]", "hidden_size is 'wide'", "at most 1024"):
+        assert finding in text
+    assert "intermediate_size" not in text, "the same for all layers is as good as once"
+
+
+def test_a_part_of_a_file_says_how_to_join(tmp_path: pathlib.Path) -> None:
+    path = written(tmp_path / "x.gguf", "llama", {"split.count": 3})
+    with pytest.raises(ModelError, match=r"one of 3 parts.*--merge"):
+        load_spec(path)
+
+
+def test_tensors_of_unknown_names_are_surplus(tmp_path: pathlib.Path) -> None:
+    extra = {"odd": np.zeros((2, 2), np.float32), "blk.0.odd.weight": np.zeros((2, 2), np.float32)}
+    path = write_gguf(saved("llama")[1], tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(ModelError, match=r"2 surplus:\n  blk\.0\.odd\.weight\n  odd"):
+        load_model(path, ops=OPS)
+
+
+def test_an_unknown_architecture_names_the_known_ones(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ModelError, match=r"'gemma3'.* llama, qwen2, qwen3, qwen3moe"):
-        load_spec(tmp_path / "x.gguf")
+        load_spec(written(tmp_path / "x.gguf", "gemma3", {}))
 
 
 def test_an_unknown_quantisation_names_the_known_ones(tmp_path: pathlib.Path) -> None:

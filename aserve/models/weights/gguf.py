@@ -41,19 +41,22 @@ class GgufSource:
         self.entries: dict[str, Entry] = {}
         self._file = file
         self._places: dict[str, Place] = {}
+        if (n_parts := file.metadata.get("split.count", 1)) != 1:
+            raise ModelError(
+                f"{file.path} is one of {n_parts} parts: join them first (llama-gguf-split --merge)"
+            )
         refused = sorted({t.kind.name for t in file.tensors.values() if t.kind not in KINDS})
         if refused:
             known = ", ".join(kind.name for kind in sorted(KINDS))
             raise ModelError(f"{file.path} uses {', '.join(refused)}, not supported: know {known}")
         for gguf_name, tensor in file.tensors.items():
-            names = gguf_names.renamed(gguf_name, arch, config["num_experts"] or 0)
-            for name, expert in names:
+            for name, expert in gguf_names.renamed(gguf_name, arch, tensor.shape[0]):
                 stacked = expert is not None
                 shape = tensor.shape[1:] if stacked else tensor.shape
                 n_bytes = tensor.n_bytes // (tensor.shape[0] if stacked else 1)
                 self.entries[name] = Entry(shape, tensor.kind.name, n_bytes)
                 # llama.cpp stores q and k of this architecture for interleaved rotary pairs.
-                swapped = heads.get(name.split(".")[-2], 0) if file.arch == "llama" else 0
+                swapped = heads.get(name.split(".")[-2:][0], 0) if file.arch == "llama" else 0
                 self._places[name] = Place(gguf_name, expert, swapped)
 
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:

@@ -118,22 +118,30 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             rope["original_max_position_embeddings"] = original_len
         for name in ("beta_fast", "beta_slow"):
             rope |= {name: beta} if (beta := get(f"scaling.yarn_{name}")) else {}
-        if (extra := get("scaling.attn_factor")) and factor and factor > 1:
+        extra = get("scaling.attn_factor")
+        if isinstance(extra, float) and isinstance(factor, float) and factor > 1:
             # llama.cpp multiplies the usual factor by it; Hugging Face replaces that by its own.
             rope["attention_factor"] = extra * (1 + 0.1 * math.log(factor))
-    head_dim = config["head_dim"]
-    if head_dim is None and config["hidden_size"] and config["num_attention_heads"]:
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
-    rot = get("dimension_count")
     return {
         "rope_theta": get("freq_base"),
         "rope_scaling": rope,
-        "partial_rotary_factor": rot / head_dim if rot and head_dim else None,
+        "partial_rotary_factor": _partial(get("dimension_count"), config),
     }
 
 
-def renamed(name: str, arch: str, n_experts: int) -> Iterator[tuple[str, int | None]]:
-    """(Hugging Face name, expert of a stacked tensor or None); an unknown name stays as it is."""
+def _partial(rot: Any, config: dict[str, Any]) -> float | None:
+    sizes = (config["head_dim"], config["hidden_size"], config["num_attention_heads"])
+    head_dim, hidden, heads = (s if isinstance(s, int) and s > 0 else None for s in sizes)
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return rot / head_dim if isinstance(rot, int) and rot and head_dim else None
+
+
+def renamed(name: str, arch: str, stack: int) -> Iterator[tuple[str, int | None]]:
+    """(Hugging Face name, expert of a stacked tensor or None); an unknown name stays as it is.
+
+    `stack` is the outermost dimension: how many experts the tensor holds, if it is a stack.
+    """
     match = NAME.fullmatch(name)
     if name in OUTER or match is None:
         yield OUTER.get(name, name), None
@@ -143,7 +151,7 @@ def renamed(name: str, arch: str, n_experts: int) -> Iterator[tuple[str, int | N
     experts = EXPERTS.get(arch, {})
     if stem.endswith("_exps") and stem.removesuffix("_exps") in experts:
         pattern = experts[stem.removesuffix("_exps")]
-        for number in range(n_experts):
+        for number in range(stack):
             yield f"{at}{pattern.format(number)}.{suffix}", number
     elif expert is not None and stem in experts:  # one tensor per expert, in old Mixtral files
         yield f"{at}{experts[stem].format(expert)}.{suffix}", None

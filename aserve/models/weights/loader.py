@@ -18,11 +18,10 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.errors import ModelError
+from aserve.models.fetch import Progress
 from aserve.models.split import WHOLE, Split, bounds, slice_for
 from aserve.models.weights.source import Source
 from aserve.tensor.ops import Linear, Ops
-
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 
 LISTED_MAX = 12  # of each sort of finding
 READ_AHEAD_BYTES = 32 << 20  # as read, not as stored
