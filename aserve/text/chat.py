@@ -1,7 +1,7 @@
 """Chat messages in, the prompt a model was trained on out, by the model's own Jinja template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,9 +32,12 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     special_tokens: Mapping[str, str] | None = None,
+    quote: Callable[[Any], Any] = lambda value: value,
     **variables: Any,
 ) -> str:
     """The prompt text. `special_tokens` has `bos_token`, `eos_token`; `variables` are the client's.
+    `quote` is applied to all that the client wrote: with `Tokenizer.quote` none of it can become a
+    special token, so no message ends its turn and goes on as somebody else.
 
     Raises RequestError (400) if the template refuses the messages, fails on them or does too much,
     if content has parts other than text, or if there is no template.
@@ -42,9 +45,14 @@ def render(
     if template is None:
         raise RequestError(NO_TEMPLATE, param="messages")
     compiled = _compiled(template)
+    plain = [_plain(message, place) for place, message in enumerate(messages)]
+    try:  # after `_plain`, which joins the parts of a text
+        plain, told, variables = quote(plain), quote(list(tools or ())), quote(variables)
+    except RecursionError as error:
+        raise RequestError("the messages are nested too deeply", param="messages") from error
     given = {
-        "messages": [_plain(message, place) for place, message in enumerate(messages)],
-        "tools": list(tools) if tools else None,
+        "messages": plain,
+        "tools": told or None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         "bos_token": "",
