@@ -1,7 +1,9 @@
-// Tiles of AMX in inline assembly. The intrinsics of GCC 12 tell the compiler neither that loads
-// read memory nor how long a configuration is, so stores before them may be lost. Needs the AMX
-// target; private to csrc/cpu.
+// Tiles of AMX in inline assembly, and the transposition they call for. The intrinsics of GCC 12
+// tell the compiler neither that loads read memory nor how long a configuration is, so stores
+// before them may be lost. Needs the AMX target; private to csrc/cpu.
 #pragma once
+
+#include <immintrin.h>
 
 #include <cstdint>
 
@@ -42,6 +44,31 @@ inline void tile_store(void* to, int64_t stride) {
 template <int C, int A, int B>
 inline void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+// Sixteen rows of sixteen 32-bit words.
+inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int half = 0; half < 16; half += 8) {
+    for (int i = 0; i < 4; ++i) {
+      t[half + i] = _mm512_shuffle_i32x4(r[half + i], r[half + 4 + i], 0x88);
+      t[half + 4 + i] = _mm512_shuffle_i32x4(r[half + i], r[half + 4 + i], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+  }
 }
 
 }  // namespace

@@ -51,30 +51,6 @@ struct alignas(64) Lanes {
   int64_t position_min, position_max;
 };
 
-static inline void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int half = 0; half < 16; half += 8) {
-    for (int i = 0; i < 4; ++i) {
-      t[half + i] = _mm512_shuffle_i32x4(r[half + i], r[half + 4 + i], 0x88);
-      t[half + 4 + i] = _mm512_shuffle_i32x4(r[half + i], r[half + 4 + i], 0xdd);
-    }
-  }
-  for (int i = 0; i < 8; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-  }
-}
-
 static inline __mmask16 first(int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
@@ -253,111 +229,7 @@ static void score_block(const Work& w, int64_t unit, const Block& block, float* 
   narrow ? score_narrow(w, k, stride, q, scores) : score_wide(w, k, stride, q, scores);
 }
 
-// 2^x for weights that are rounded to bfloat16 next; relative error 3e-6, exactly 1 at 0 and 0 at
-// -inf. Results below 2^-126 are zero too, as denormals are flushed while a task runs.
-static inline V weight_exp2(V x) {
-  const __m512 f = _mm512_reduce_ps(x.v, 1);
-  V p = all(1.34266844e-02f);
-  p = fma(p, {f}, all(5.22424740e-02f));
-  p = fma(p, {f}, all(2.41280205e-01f));
-  p = fma(p, {f}, all(6.93044845e-01f));
-  p = fma(p, {f}, all(1.0f));
-  return {_mm512_scalef_ps(p.v, x.v)};
-}
-static inline V fms(V a, V b, V c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
-
-// Moves the running maximum and sum of a unit and turns its scores into weights; returns what
-// scales the output so far. Sums go by key modulo 4, so that wide and narrow add in one order.
-static V soften_wide(const Work& w, Lanes& lanes, int64_t begin, int64_t n, float* scores) {
-  const V factor = all(w.factor), old = load(lanes.max), position = load(lanes.position);
-  const bool masks = begin + n - 1 > lanes.position_min;
-  V top[4] = {old, old, old, old};
-  for (int64_t i = 0; i < n; ++i) {
-    V s = load(scores + i * 16);
-    if (masks) {
-      s = where_ge(position, all(static_cast<float>(begin + i)), s, all(-INFINITY));
-      store(scores + i * 16, s);
-    }
-    top[i & 3] = max(top[i & 3], s);
-  }
-  const V peak = max(max(top[0], top[1]), max(top[2], top[3])), shift = peak * factor;
-  for (int64_t i = n; i < key_block; ++i) store(scores + i * 16, all(-INFINITY));
-  V sums[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
-  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (int64_t half = 0; half < key_block; half += 32) {
-    __m512i r[16];
-    const float* from = scores + half * 16;
-    for (int i = 0; i < 32; i += 2) {
-      const V a = weight_exp2(fms(load(from + i * 16), factor, shift));
-      const V b = weight_exp2(fms(load(from + i * 16 + 16), factor, shift));
-      sums[i & 3] = sums[i & 3] + a;
-      sums[(i + 1) & 3] = sums[(i + 1) & 3] + b;
-      r[i / 2] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
-    }
-    transpose(r);
-    for (int i = 0; i < 16; ++i) _mm512_store_si512(w.p + i * key_block + half, r[i]);
-  }
-  const V scale = weight_exp2((old - peak) * factor);
-  store(lanes.max, peak);
-  store(lanes.sum, fma(load(lanes.sum), scale, (sums[0] + sums[1]) + (sums[2] + sums[3])));
-  return scale;
-}
-
-static inline V quarter(V a, int i) {  // lanes 4i .. 4i + 3, four times
-  switch (i) {
-    case 0: return {_mm512_shuffle_f32x4(a.v, a.v, 0x00)};
-    case 1: return {_mm512_shuffle_f32x4(a.v, a.v, 0x55)};
-    case 2: return {_mm512_shuffle_f32x4(a.v, a.v, 0xaa)};
-    default: return {_mm512_shuffle_f32x4(a.v, a.v, 0xff)};
-  }
-}
-
-// The same for four lanes: a vector holds four keys of four lanes.
-static V soften_narrow(const Work& w, Lanes& lanes, int64_t begin, const float* scores) {
-  const V factor = all(w.factor), old = quarter(load(lanes.max), 0);
-  const V position = quarter(load(lanes.position), 0);
-  const V sub = {_mm512_set_ps(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0)};
-  const bool masks = begin + key_block - 1 > lanes.position_min;
-  V s[16], top = old;
-  for (int i = 0; i < 16; ++i) {
-    s[i] = load(scores + i * 16);
-    if (masks) {
-      s[i] = where_ge(position, all(static_cast<float>(begin + i * 4)) + sub, s[i], all(-INFINITY));
-    }
-    top = max(top, s[i]);
-  }
-  const V peak =
-      max(max(quarter(top, 0), quarter(top, 1)), max(quarter(top, 2), quarter(top, 3)));
-  const V shift = peak * factor;
-  V sums = all(0.0f);
-  const __m512i by_lane = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-  for (int i = 0; i < 16; ++i) {
-    const V p = weight_exp2(fms(s[i], factor, shift));
-    sums = sums + p;
-    s[i].v = _mm512_permutexvar_ps(by_lane, p.v);  // four lanes of four keys
-  }
-  for (int i = 0; i < 16; i += 8) {  // 32 keys: gather each lane's
-    __m512 t[8];
-    for (int j = 0; j < 8; j += 2) {
-      t[j] = _mm512_shuffle_f32x4(s[i + j].v, s[i + j + 1].v, 0x44);
-      t[j + 1] = _mm512_shuffle_f32x4(s[i + j].v, s[i + j + 1].v, 0xee);
-    }
-    for (int lane = 0; lane < 4; ++lane) {
-      const int from = lane / 2;
-      const __m512 low = lane % 2 == 0 ? _mm512_shuffle_f32x4(t[from], t[from + 2], 0x88)
-                                       : _mm512_shuffle_f32x4(t[from], t[from + 2], 0xdd);
-      const __m512 high = lane % 2 == 0 ? _mm512_shuffle_f32x4(t[from + 4], t[from + 6], 0x88)
-                                        : _mm512_shuffle_f32x4(t[from + 4], t[from + 6], 0xdd);
-      _mm512_store_si512(w.p + lane * key_block + i * 4, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-  }
-  const V scale = weight_exp2((old - peak) * factor);
-  const V added = (quarter(sums, 0) + quarter(sums, 1)) + (quarter(sums, 2) + quarter(sums, 3));
-  store(lanes.max, peak);
-  store(lanes.sum, fma(quarter(load(lanes.sum), 0), scale, added));
-  return scale;
-}
+#include "amx_soften.inc"
 
 // o = o * scale + P V. Tiles as configured: output C, weights P, values B.
 template <int C, int P, int B>

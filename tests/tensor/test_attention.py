@@ -1,6 +1,7 @@
 """Paged attention: equal to its twin, and a row's bits the business of its sequence alone."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_row_bits_depend_on_their_sequence_alone(
     pool = Pool(ops, [keys, other], 16, dtype)
     pool.write(1, 0, 90)
     cuts = [0, 1, 2, 16, 63, 64, 65, 128, 129, 150]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         # Later positions are still poison here, and were there in the whole run.
         pool.write(0, begin, end)
         alone = pool.attend([(0, begin, end)])
