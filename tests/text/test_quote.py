@@ -1,4 +1,4 @@
-"""What a client writes never becomes a control token of a chat, whatever the template does to it."""
+"""What a client writes never becomes a control token of a chat, whatever a template does to it."""
 
 import json
 from typing import Any
