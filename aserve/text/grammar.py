@@ -6,7 +6,8 @@ is catastrophic; and its fuel limits bound time and memory of the start and of e
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,10 +19,16 @@ from aserve.core.config import Limits
 from aserve.core.message import Grammar
 from aserve.core.request import StructuredOutput
 from aserve.errors import RequestError
+from aserve.text.repeats import repeats
 
 Words = npt.NDArray[np.uint32]
 
 PARAM = "structured_outputs"
+# Beyond it a text that could be split among the copies in many ways runs out of fuel half-way, and
+# a single count costs a second; nothing sensible is near.
+REPEATS_MAX = 100_000
+LARK_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+LARK_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
 
 class Source(Protocol):
@@ -53,6 +60,10 @@ def check(structured: StructuredOutput, limits: Limits) -> Grammar:
         message = f"{kind} is longer than {limits.grammar_bytes_max} bytes"
         raise RequestError(message, param=PARAM)
     grammar = Grammar(kind=kind, text=text)
+    most = max(map(repeats, _regexes(grammar)), default=1)
+    if most > REPEATS_MAX:
+        message = f"{kind} repeats a part {most} times, nested counts multiplied; at most "
+        raise RequestError(f"{message}{REPEATS_MAX}", param=PARAM)
     try:
         failed, said = llguidance.LLMatcher.validate_grammar_with_warnings(
             _source(grammar), None, limits=_limits()
@@ -231,6 +242,26 @@ def _depth(value: Any) -> int:
             for part in (item.values() if isinstance(item, dict) else item)
         ]
     return depth
+
+
+def _regexes(grammar: Grammar) -> Iterator[str]:
+    """Regular expressions in it: what a lexer would have to unroll the counts of."""
+    if grammar.kind == "regex":
+        yield grammar.text
+    elif grammar.kind == "grammar":
+        yield from LARK_REGEX.findall(LARK_STRING.sub("", grammar.text))
+    elif grammar.kind == "json_schema":
+        waiting: list[Any] = [json.loads(grammar.text)]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                if isinstance(pattern := value.get("pattern"), str):
+                    yield pattern
+                if isinstance(patterns := value.get("patternProperties"), dict):
+                    yield from patterns
+                waiting.extend(value.values())
+            elif isinstance(value, list):
+                waiting.extend(value)
 
 
 def _source(grammar: Grammar) -> str:

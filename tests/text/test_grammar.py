@@ -161,6 +161,12 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(tokenizer: Tokenizer) -> Non
         ({"json": {"enum": [object()]}}, "not JSON"),
         ({"json": '{"a":' * 100_000}, "not JSON|deeper"),
         ({"json": '{"items":' * 70 + "{}" + "}" * 70}, "deeper than 64"),
+        ({"regex": "(a{1,1000}){1,1000}"}, "repeats a part 1000000 times.* at most 100000"),
+        ({"regex": "((a{1,50}){1,50}){1,50}"}, "repeats a part 125000 times"),
+        ({"regex": "a{1000000}"}, "repeats a part"),
+        ({"json": {"items": {"pattern": "^(a{999}){999}$"}}}, "repeats a part"),
+        ({"json": {"patternProperties": {"(a{999}){999}": {}}}}, "repeats a part"),
+        ({"grammar": 'start: "/" /(a{999}){999}/ "/"'}, "repeats a part"),
         ({"grammar": "start: x"}, "grammar is not valid"),
         ({"grammar": "start: " + "(" * 9000}, "not valid"),
     ],
@@ -170,6 +176,19 @@ def test_what_cannot_be_enforced_is_refused(structured: dict[str, Any], says: st
         grammar.check(StructuredOutput(**structured), LIMITS)
     assert caught.value.status == 400
     assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"regex": r"([a-z]{1,63}\.){1,200}"},
+        {"regex": "a{1,100000}"},
+        {"json": {"properties": {"pattern": {"const": "a{999999}"}}}},
+        {"grammar": 'start: "/(a{999}){999}/"'},
+    ],
+)
+def test_counts_that_are_modest_or_no_counts_are_taken(structured: dict[str, Any]) -> None:
+    grammar.check(StructuredOutput(**structured), LIMITS)
 
 
 def test_depth_is_not_counted_in_strings() -> None:
