@@ -24,11 +24,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _WHITE = " \t\n\r"
 
 
-def wants_tools(template: str | None) -> bool:
-    """Whether a chat template teaches this format."""
-    return template is not None and OPEN in template
-
-
 class Content(msgspec.Struct, frozen=True):
     """Text of the answer itself."""
 

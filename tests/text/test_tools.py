@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import RequestError
-from aserve.text.tools import CallPiece, Content, ToolParser, forced_call, parse_call, wants_tools
+from aserve.text.tools import CallPiece, Content, ToolParser, forced_call, parse_call
 
 
 def parse(chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -127,12 +127,6 @@ def test_deeply_nested_arguments_are_content_and_no_crash() -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 100_000 + "</tool_call>"
     assert parse([text]) == (text, [])
     assert parse_call("[" * 100_000) is None
-
-
-def test_a_template_says_whether_its_model_calls_tools() -> None:
-    assert wants_tools("... <tool_call>\n{...}")
-    assert not wants_tools("{{ messages }}")
-    assert not wants_tools(None)
 
 
 def test_forcing_a_tool_that_is_not_there_is_refused() -> None:
