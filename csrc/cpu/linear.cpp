@@ -8,12 +8,18 @@
 namespace aserve {
 namespace {
 
-// Where element (n, k) of a weight is kept, in elements from the start.
-int64_t packed_index(const Weight& w, int64_t n, int64_t k) {
-  const int64_t part = k / w.k_block, in_part = k - part * w.k_block;
-  const int64_t base = (n / 16 * w.k_pad() + part * w.k_block_pad) * 16;
-  if (w.type == Type::f32) return base + in_part * 16 + n % 16;
-  return base + in_part / 2 * 32 + n % 16 * 2 + in_part % 2;
+// Calls visit(k, at) for each input k of output n, `at` in elements from the start of the weight.
+template <class Visit>
+void walk_row(const Weight& w, int64_t n, const Visit& visit) {
+  const bool pairs = w.type == Type::bf16;
+  for (int64_t part = 0; part < w.row_blocks; ++part) {
+    const int64_t first = part * w.k_block;
+    const int64_t base = (n / 16 * w.k_pad() + part * w.k_block_pad) * 16;
+    for (int64_t k = 0; k < w.k_block; ++k) {
+      const int64_t at = pairs ? k / 2 * 32 + n % 16 * 2 + k % 2 : k * 16 + n % 16;
+      visit(first + k, base + at);
+    }
+  }
 }
 
 template <class T>
@@ -22,7 +28,8 @@ void pack_block(const Weight& w, const T* source, int64_t block, T* packed) {
   std::fill(to, to + 16 * w.k_pad(), T{0});
   const int64_t end = std::min(w.n, block * 16 + 16);
   for (int64_t n = block * 16; n < end; ++n) {
-    for (int64_t k = 0; k < w.k; ++k) packed[packed_index(w, n, k)] = source[n * w.k + k];
+    const T* row = source + n * w.k;
+    walk_row(w, n, [&](int64_t k, int64_t at) { packed[at] = row[k]; });
   }
 }
 
@@ -50,10 +57,12 @@ void pack_weight(Team& team, const Weight& w, const void* source, void* packed) 
 }
 
 void unpack_row(const Weight& w, int64_t id, float* row) {
-  for (int64_t k = 0; k < w.k; ++k) {
-    const int64_t at = packed_index(w, id, k);
-    row[k] = w.type == Type::bf16 ? widen(static_cast<const uint16_t*>(w.packed)[at])
-                                  : static_cast<const float*>(w.packed)[at];
+  if (w.type == Type::bf16) {
+    const auto* packed = static_cast<const uint16_t*>(w.packed);
+    walk_row(w, id, [&](int64_t k, int64_t at) { row[k] = widen(packed[at]); });
+  } else {
+    const auto* packed = static_cast<const float*>(w.packed);
+    walk_row(w, id, [&](int64_t k, int64_t at) { row[k] = packed[at]; });
   }
 }
 
