@@ -23,6 +23,7 @@ CHARS_MAX = 256 << 20  # of every value a template makes, together
 VALUE_LEN_MAX = 8 << 20  # characters of one value, nested ones included
 ITEM_LEN = 16  # what an item of a list or mapping counts beside its characters
 NUMBER_MAX = 1 << 16  # as an argument of a function or filter: widths, counts, indents
+NUMBER_BITS_MAX = 1 << 16  # of a result; two such numbers are multiplied in microseconds
 
 # Names a template cannot write, so it can neither call nor replace them.
 _COUNTED, _JOINED = "counted by the sandbox", "joined by the sandbox"
@@ -118,7 +119,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_numbers((left, right * 1024))
         elif operator == "%" and isinstance(left, str):
             _check_text(left, "format", right if isinstance(right, tuple) else (right,))
-        return budget.value(super().call_binop(context, operator, left, right))
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, int) and result.bit_length() > NUMBER_BITS_MAX:
+            raise Exhausted("the chat template computes a number that is too large")
+        return budget.value(result)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = budget_of_rendering.get()

@@ -198,6 +198,9 @@ ENDLESS = {
         "{{ n.x }}"
     ),
     "times": "{{ 'x' * 10**10 }}",
+    "squaring": (
+        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    ),
     "list times": "{{ ([messages] * 10**9)[0] }}",
     "power": "{{ 10 ** 10 ** 8 }}",
     "center": "{{ 'x' | center(10**10) }}",
