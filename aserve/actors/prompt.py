@@ -34,7 +34,7 @@ class PromptReader:
             raise refused("prompt", "must be a string, a list of token ids or chat messages")
         if prompt and all(isinstance(part, Mapping) for part in prompt):
             messages: Any = prompt
-            return self.encode(self.render(messages, tools, template_kwargs), special=False)
+            return self.encode_chat(self.render(messages, tools, template_kwargs))
         ids: list[int] = []
         for part in prompt:
             if isinstance(part, bool) or not isinstance(part, int):
@@ -44,6 +44,20 @@ class PromptReader:
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """`special` adds the tokens that a bare text starts with (BOS), as the model's own."""
+        self._check_text(text)
+        return tuple(self._tokenizer.encode(text, add_special=special))
+
+    def encode_chat(self, text: str) -> tuple[int, ...]:
+        """Of `render`'s text; special tokens that a client wrote are text."""
+        self._check_text(text)
+        return tuple(self._tokenizer.encode_quoted(text))
+
+    def quote(self, text: str) -> str:
+        """A message's text as `render` shows it."""
+        quoted: str = self._tokenizer.quote(text)
+        return quoted
+
+    def _check_text(self, text: str) -> None:
         try:
             encoded = text.encode()
         except UnicodeEncodeError as error:
@@ -53,7 +67,6 @@ class PromptReader:
         if len(encoded) > self._bytes_max:
             least = self._facts.context_len + 1
             raise too_long(least, None, self._facts.context_len)
-        return tuple(self._tokenizer.encode(text, add_special=special))
 
     def render(
         self,
@@ -61,14 +74,18 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """The chat template over `messages`."""
+        """The chat template over `messages`; the text is for `encode_chat` only."""
         names = {
             "bos_token": self._special(self._tokenizer.bos_id),
             "eos_token": self._special(next(iter(self._tokenizer.eos_ids), None)),
         }
-        template = self._tokenizer.chat_template
         return chat.render(
-            template, messages, tools=tools, special_tokens=names, **(template_kwargs or {})
+            self._tokenizer.chat_template,
+            messages,
+            tools=tools,
+            special_tokens=names,
+            quote=self._tokenizer.quote,
+            **(template_kwargs or {}),
         )
 
     def _special(self, token: int | None) -> str:

@@ -89,8 +89,8 @@ class Prompts:
             messages, tools = teach_tools(messages, tools), []
         text = self._reader.render(messages, tools or None, chat.template_kwargs)
         if chat.continued:
-            text = _cut_after(text, messages[-1]["content"].strip())
-        return self._reader.encode(text, special=False)
+            text = _cut_after(text, self._reader.quote(messages[-1]["content"].strip()))
+        return self._reader.encode_chat(text)
 
 
 def _cut_after(text: str, final: str) -> str:
