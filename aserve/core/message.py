@@ -5,6 +5,10 @@ from enum import IntEnum
 import msgspec
 
 
+# How an `error` starts that is the doing of the request's own grammar, not of the engine.
+GRAMMAR_FAULT = "the grammar cannot go on"
+
+
 class Struct(msgspec.Struct, frozen=True, array_like=True):
     """A message part; fields go over the wire by position."""
 

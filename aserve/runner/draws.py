@@ -5,7 +5,7 @@ Both follow the sequence's tokens, so a resumed sequence is brought up to date b
 
 from collections.abc import Callable
 
-from aserve.core.message import Grammar
+from aserve.core.message import GRAMMAR_FAULT, Grammar
 from aserve.core.replica import SequenceState
 from aserve.errors import RequestError
 from aserve.tensor.sampler import Drawn, History, SampleRow
@@ -42,7 +42,7 @@ class DrawState:
             return SampleRow(self.history, len(tokens))
         mask = matcher.mask()
         if mask is None:
-            return Drawn(-1, error=f"the grammar cannot go on: {matcher.error}")
+            return Drawn(-1, error=f"{GRAMMAR_FAULT}: {matcher.error}")
         return SampleRow(self.history, len(tokens), mask)
 
 

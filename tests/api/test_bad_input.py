@@ -209,6 +209,21 @@ def test_unknown_fields_are_ignored(server: Running) -> None:
         assert client.post(COMPLETE, json=body).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_regex_that_explodes_while_drawing_is_the_requests_fault(
+    server: Running, *, stream: bool
+) -> None:
+    regex = "(?:a?){5000}a{5000}"
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": regex}}
+    with server.client() as client:
+        response = client.post(COMPLETE, json={**body, "stream": stream})
+    if response.status_code == 200:  # the first token could be drawn
+        assert stream
+    else:
+        assert response.status_code == 400
+    assert '"code":"grammar_failed"' in response.text
+
+
 @pytest.mark.parametrize("regex", ["(a|a)*(a|aa)+(.*.*.*)*b", "(a{1,1000}){1,1000}{1,1000}b"])
 def test_catastrophic_regex_ends_in_time(server: Running, regex: str) -> None:
     body = {"prompt": "x", "max_tokens": 30, "structured_outputs": {"regex": regex}}
