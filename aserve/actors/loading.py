@@ -11,9 +11,9 @@ from aserve.actors.compute import ComputeThread
 from aserve.actors.rank import RankRunner
 from aserve.core.config import Config
 from aserve.core.planner import CacheSpec
-from aserve.errors import ConfigError
+from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
-from aserve.models.registry import load_model
+from aserve.models.registry import load_model, load_spec
 from aserve.runner.kv_store import KvStore, pages_for
 from aserve.runner.runner import Runner
 from aserve.tensor.ops import open_ops
@@ -60,6 +60,7 @@ async def load(config: Config, compute: ComputeThread, progress: Progress | None
 def _load(config: Config, progress: Progress) -> Loaded:
     path = fetch.resolve(config.model.path, progress)
     tokenizer = load_tokenizer(path, config.model.chat_template)
+    _check_vocab(tokenizer, load_spec(path).vocab)  # before the weights, which take long
     ops = open_ops(config.compute.kernels, config.compute.threads or cores())
     model = load_model(path, dtype=config.model.dtype, ops=ops, progress=progress)
     context_len = _context_len(config.model.context_len, model.spec.context_len)
@@ -76,6 +77,17 @@ def _load(config: Config, progress: Progress) -> Loaded:
         cache=CacheSpec(cache.page_size, pages_total),
         runner=Runner(model, kv, sampler, tokenizer),
     )
+
+
+def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+    """A model may have more rows than the tokenizer has tokens, but a token needs its row."""
+    if tokenizer.vocab_size > vocab:
+        first = tokenizer.hf.id_to_token(vocab)
+        raise ModelError(
+            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1}, the model embeds only "
+            f"{vocab} tokens: take {first!r} and what follows out of the tokenizer, or resize the "
+            "model's embedding to it"
+        )
 
 
 def _context_len(asked: int | None, trained: int) -> int:

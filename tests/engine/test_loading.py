@@ -5,6 +5,7 @@ import pathlib
 import threading
 
 import pytest
+import tokenizers
 import trio
 
 from aserve.actors.engine import open_engine
@@ -14,6 +15,7 @@ from aserve.core.request import SamplingParams
 from aserve.errors import ConfigError, ModelError
 from aserve.runner.kv_store import KvStore
 from aserve.runner.runner import Runner
+from aserve.testing.tiny import write_tiny_model
 
 
 def living(kind: type) -> int:
@@ -103,6 +105,20 @@ async def test_a_pool_too_small_for_anything_is_refused(tiny_model_path: pathlib
     with pytest.raises(ConfigError, match="pages"):
         async with open_engine(tiny_model_path, cache__kv_tokens=16, compute__threads=1):
             pytest.fail("it opened")
+
+
+async def test_tokens_that_the_model_does_not_embed_are_a_clear_error(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = write_tiny_model(tmp_path / "model")
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<pad>", "<more>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    told: list[str] = []
+    with pytest.raises(ModelError, match=r"ids up to 385.* only 384 tokens.*'<pad>'"):
+        async with open_engine(path, progress=lambda *step: told.append(step[2])):
+            pytest.fail("it opened")
+    assert not told, "the weights were read first"
 
 
 def test_a_model_is_named_after_its_file_or_hub_name(tmp_path: pathlib.Path) -> None:
