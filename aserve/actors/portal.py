@@ -26,6 +26,8 @@ class Portal(Generic[Resource]):
         """Returns when the resource is open; raises what opening it raised."""
         self._open = open_resource
         self._opened: Future[Resource] = Future()
+        self._scope = trio.CancelScope()
+        self._token: trio.lowlevel.TrioToken | None = None
         self._entered = threading.Event()
         # A daemon: a program that forgets to close must still be able to end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -42,6 +44,9 @@ class Portal(Generic[Resource]):
 
         Raises PortalClosed when the portal is closed before or meanwhile.
         """
+        if not self._thread.is_alive():  # a forked child has this object but not its thread
+            raise PortalClosed("this LLM is closed, or was opened before this process was forked")
+        assert self._token is not None
         call: _Call[T] = _Call(function, args)
         try:
             self._token.run_sync_soon(self._start, call)
@@ -56,6 +61,8 @@ class Portal(Generic[Resource]):
 
     def post(self, function: Callable[[], object]) -> None:
         """Run `function` in the portal's thread before any later call; nothing if it is closed."""
+        if self._token is None or not self._thread.is_alive():
+            return
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(function)
 
@@ -78,10 +85,10 @@ class Portal(Generic[Resource]):
         if not self._opened.done():
             error = result.error if isinstance(result, outcome.Error) else PortalClosed("closed")
             self._opened.set_exception(error)
+        self._entered.set()  # trio itself may not have started, for want of file descriptors
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        self._scope = trio.CancelScope()
         self._entered.set()
         with self._scope:
             async with self._open() as resource:

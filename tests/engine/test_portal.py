@@ -1,6 +1,10 @@
 """The thread that runs trio for others: results, errors, interrupts, closing at any moment."""
 
+import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -46,6 +50,47 @@ def test_what_opening_raises_comes_out_and_the_thread_ends() -> None:
     with pytest.raises(FileNotFoundError, match="nothing there"):
         Portal(open_nothing, "test")
     assert threading.active_count() == before
+
+
+def test_a_loop_that_cannot_start_is_an_error_and_no_hang() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + 1, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                Portal(open_number, "test")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_refused_and_ends() -> None:
+    script = """
+import os
+from contextlib import asynccontextmanager
+from aserve.actors.portal import Portal, PortalClosed
+
+@asynccontextmanager
+async def open_number():
+    yield 7
+
+async def answer():
+    return 7
+
+portal = Portal(open_number, "test")
+child = os.fork()
+if child == 0:
+    try:
+        portal.call(answer)
+    except PortalClosed:
+        portal.close()
+        os._exit(5)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+assert portal.call(answer) == 7
+portal.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=30)
 
 
 def test_closing_ends_the_thread_and_refuses_calls() -> None:
