@@ -35,16 +35,17 @@ class Number(msgspec.Struct, frozen=True):
         if isinstance(value, bool) or not isinstance(value, kinds):
             word = "an integer" if self.kind is int else "a number"
             raise refused(self.name, f"must be {word}, not {type(value).__name__}")
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):  # a long int is no float at all
             raise refused(self.name, "must be finite")
         below = value <= self.low if self.low_open else value < self.low
         if below or value > self.high:
             bracket = "(" if self.low_open else "["
             interval = f"{bracket}{self.low:g}, {self.high:g}]"
-            raise refused(self.name, f"must be in {interval}, not {value}")
+            raise refused(self.name, f"must be in {interval}, not {_shown(value)}")
 
 
 TOKENS_MAX = 2**31 - 1
+SHOWN_MAX = 10**20
 SALT_LEN_MAX = 256
 
 NUMBERS = (
@@ -65,6 +66,11 @@ FLAGS = ("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_token
 
 def refused(param: str, message: str) -> RequestError:
     return RequestError(f"{param} {message}", param=param)
+
+
+def _shown(value: float) -> str:
+    """In a message: Python refuses to write out integers of thousands of digits."""
+    return str(value) if abs(value) < SHOWN_MAX else "a number far beyond"
 
 
 def check_params(params: SamplingParams, facts: Facts) -> None:
@@ -119,7 +125,8 @@ def _check_id(name: str, token: object, vocab_size: int) -> None:
     if isinstance(token, bool) or not isinstance(token, int):
         raise refused(name, f"must hold token ids, not {type(token).__name__}")
     if not 0 <= token < vocab_size:
-        raise refused(name, f"holds token id {token}, beyond the vocabulary of {vocab_size}")
+        what = f"holds token id {_shown(token)}, beyond the vocabulary of {vocab_size}"
+        raise refused(name, what)
 
 
 def _check_stop_ids(tokens: Sequence[int], facts: Facts) -> None:

@@ -1,6 +1,7 @@
 """What is refused before anything runs, and that the refusal names the parameter."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ FACTS = Facts(context_len=100, vocab_size=384, limits=Limits())
         ("repetition_penalty", 0),
         ("repetition_penalty", math.nan),
         ("seed", 2**64),
+        ("temperature", 10**400),
+        ("logit_bias", {5: 10**400}),
         ("seed", 1.0),
         ("n", 0),
         ("n", 65),
@@ -78,6 +81,24 @@ def test_a_bad_value_is_refused_by_name(param: str, value: Any) -> None:
     assert caught.value.status == 400
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("seed", lambda huge: -huge),
+        ("max_tokens", lambda huge: huge),
+        ("temperature", lambda huge: huge),
+        ("stop_token_ids", lambda huge: [huge]),
+        ("logit_bias", lambda huge: {huge: 1}),
+        ("logit_bias", lambda huge: {5: huge}),
+    ],
+)
+def test_integers_too_long_to_write_are_refused_too(
+    param: str, value: Callable[[int], Any]
+) -> None:
+    with pytest.raises(RequestError, match=f"{param} .*far beyond"):
+        check_params(SamplingParams(**{param: value(10**5000)}), FACTS)
 
 
 @pytest.mark.parametrize(
