@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aserve.core.config import Cache
@@ -28,11 +29,21 @@ class KvStore:
             shape = (len(region.layers), 2, pages_total, page_size, region.heads, region.head_dim)
             pool_bytes = len(region.layers) * region.item_bytes * page_size * pages_total
             # numpy asks for zeroed memory that costs nothing until it is written.
-            pool = torch.from_numpy(np.zeros(pool_bytes, dtype=np.uint8)).view(region.dtype)
+            pool = torch.from_numpy(_zeros(pool_bytes)).view(region.dtype)
             for layer, (keys, values) in zip(region.layers, pool.view(shape), strict=True):
                 layers[layer] = KvLayer(keys, values)
             self.nbytes += pool_bytes
         self.layers = [layers[layer] for layer in sorted(layers)]
+
+
+def _zeros(n_bytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return np.zeros(n_bytes, dtype=np.uint8)
+    except MemoryError as error:
+        raise ConfigError(
+            f"the KV pool would take {n_bytes >> 20} MiB, which this machine will not give: lower "
+            "cache.kv_tokens or cache.kv_mib_max"
+        ) from error
 
 
 def pages_for(regions: Sequence[Region], cache: Cache, *, tokens_max: int) -> int:

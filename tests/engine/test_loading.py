@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import tokenizers
+import torch
 import trio
 
 from aserve.actors.engine import open_engine
@@ -13,6 +14,7 @@ from aserve.actors.loading import cores, name_of
 from aserve.core.config import Config, Schedule
 from aserve.core.request import SamplingParams
 from aserve.errors import ConfigError, ModelError
+from aserve.models.regions import kv_region
 from aserve.runner.kv_store import KvStore
 from aserve.runner.runner import Runner
 from aserve.testing.tiny import write_tiny_model
@@ -119,6 +121,12 @@ async def test_tokens_that_the_model_does_not_embed_are_a_clear_error(
         async with open_engine(path, progress=lambda *step: told.append(step[2])):
             pytest.fail("it opened")
     assert not told, "the weights were read first"
+
+
+def test_a_pool_beyond_all_memory_is_refused() -> None:
+    region = kv_region((0, 1), 1, 1, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"KV pool would take .* MiB.*cache\.kv_tokens"):
+        KvStore((region,), 16, 2**54)  # more than any address space
 
 
 def test_a_model_is_named_after_its_file_or_hub_name(tmp_path: pathlib.Path) -> None:
