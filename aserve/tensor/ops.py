@@ -119,4 +119,9 @@ def open_ops(kernels: Literal["native", "reference"], threads: int) -> Ops:
             f"the native kernels are not built ({error}): run `make setup`, or use "
             "--compute.kernels reference"
         ) from error
-    return NativeOps(threads)
+    try:
+        return NativeOps(threads)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"compute.threads {threads}: this system will not give so many ({error})"
+        ) from error

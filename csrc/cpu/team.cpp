@@ -84,6 +84,15 @@ struct Team::State {
     }
   }
 
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      stop.store(true);
+    }
+    wake.notify_all();
+    for (auto& worker : workers) worker.join();
+  }
+
   void work() {
     uint32_t seen = 0;
     for (;;) {
@@ -106,8 +115,14 @@ struct Team::State {
 Team::Team(int threads) : threads_(threads), state_(std::make_shared<State>()) {
   static const int watching = watch_forks();
   (void)watching;
-  for (int i = 1; i < threads; ++i) {
-    state_->workers.emplace_back([state = state_.get()] { state->work(); });
+  state_->workers.reserve(static_cast<size_t>(threads));
+  try {
+    for (int i = 1; i < threads; ++i) {
+      state_->workers.emplace_back([state = state_.get()] { state->work(); });
+    }
+  } catch (...) {  // the system has no more threads to give; handles of running ones must not go
+    state_->end();
+    throw;
   }
 }
 
@@ -117,12 +132,7 @@ Team::~Team() {
     new std::shared_ptr<State>(state_);
     return;
   }
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stop.store(true);
-  }
-  state_->wake.notify_all();
-  for (auto& worker : state_->workers) worker.join();
+  state_->end();
 }
 
 void Team::run_erased(int64_t n, Call call, const void* context) {

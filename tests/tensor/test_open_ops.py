@@ -93,6 +93,26 @@ assert ops.linear(x, packed).eq(64).all()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+@pytest.mark.slow
+def test_threads_that_cannot_be_had_are_a_config_error() -> None:
+    script = """
+import pathlib, re, resource
+from aserve.errors import ConfigError
+from aserve.tensor.ops import open_ops
+status = pathlib.Path("/proc/self/status").read_text()
+used = int(re.search(r"VmSize:\\s+(\\d+)", status)[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    open_ops("native", 256)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("compute.threads 256: ")
+
+
 @pytest.mark.parametrize("threads", [0, -1, 5000])
 def test_silly_thread_counts_are_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="1 to 1024"):

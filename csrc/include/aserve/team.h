@@ -8,7 +8,7 @@ namespace aserve {
 
 class Team {
  public:
-  explicit Team(int threads);  // counts the caller: threads - 1 workers
+  explicit Team(int threads);  // counts the caller: threads - 1 workers, or std::system_error
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
