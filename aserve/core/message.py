@@ -4,7 +4,6 @@ from enum import IntEnum
 
 import msgspec
 
-
 # How an `error` starts that is the doing of the request's own grammar, not of the engine.
 GRAMMAR_FAULT = "the grammar cannot go on"
 
