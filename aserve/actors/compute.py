@@ -18,6 +18,35 @@ Ts = TypeVarTuple("Ts")
 
 SWITCH_S = 0.0005
 
+
+class ShortSwitches:
+    """The interpreter changes threads sooner while anybody is inside: the setting is the process's.
+
+    Between two kernels a compute thread needs the interpreter for microseconds, and would wait for
+    it as long as another thread computes in Python: 5 ms, which is many kernels.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, SWITCH_S))
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                sys.setswitchinterval(self._before_s)
+
+
+SHORT_SWITCHES = ShortSwitches()
+
 _Job = tuple[Callable[[], Any], trio.lowlevel.Task]
 
 
@@ -62,14 +91,10 @@ class ComputeThread:
 @asynccontextmanager
 async def open_compute_thread(name: str = "aserve-compute") -> AsyncIterator[ComputeThread]:
     thread = ComputeThread(name)
-    # Between two kernels the thread needs the interpreter for microseconds, and would wait for it
-    # as long as another thread computes in Python: 5 ms, which is many kernels.
-    switch_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(switch_s, SWITCH_S))
     try:
-        yield thread
+        with SHORT_SWITCHES:
+            yield thread
     finally:
-        sys.setswitchinterval(switch_s)
         thread.join()
 
 

@@ -1,5 +1,6 @@
 """The compute thread: one thread, in order, waited out when cancelled, joined at the end."""
 
+import sys
 import threading
 
 import pytest
@@ -49,3 +50,14 @@ async def test_the_thread_ends_with_its_block() -> None:
         await compute(int)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+async def test_threads_switch_sooner_until_the_last_block_ends_in_any_order() -> None:
+    before = sys.getswitchinterval()
+    first, second = open_compute_thread(), open_compute_thread()
+    await first.__aenter__()
+    await second.__aenter__()
+    await first.__aexit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    await second.__aexit__(None, None, None)
+    assert sys.getswitchinterval() == before
