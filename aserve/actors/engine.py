@@ -185,6 +185,9 @@ class Engine:
             raise RequestError("The engine is shutting down.", status=503, retry_after_s=10)
 
     def _read(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Ask:
+        for name in options:
+            if name not in RequestOptions.__annotations__:
+                raise refused(name, "is no option of a request (sampling goes into params)")
         check_params(params, self._facts)
         tokens = self._reader.tokens(
             prompt,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,13 @@ def test_a_refused_prompt_is_raised_and_the_rest_works_on(llm: LLM) -> None:
         llm.generate(["fine", "x" * 100_000], GREEDY)
     assert caught.value.code == "context_length_exceeded"
     assert llm.generate("fine", GREEDY)[0].finish_reason
+
+
+def test_an_option_that_is_none_is_refused_and_not_ignored(llm: LLM) -> None:
+    options: Any = {"max_tokens": 3}
+    with pytest.raises(RequestError, match="max_tokens is no option") as caught:
+        llm.generate("The", **options)
+    assert caught.value.param == "max_tokens"
 
 
 def test_a_stream_joined_is_the_text_and_may_be_left_early(llm: LLM) -> None:
