@@ -114,7 +114,7 @@ class Connection:
         if "chunked" in headers.get("transfer-encoding", ""):
             self._left = None
         elif "content-length" in headers:
-            self._left = int(headers["content-length"])
+            self._left = _number(headers["content-length"], 10)
         else:
             raise Malformed("a response has neither Content-Length nor chunks")
         self._response = Response(int(status[0]), headers)
@@ -130,12 +130,22 @@ class Connection:
     async def _read_chunk(self) -> bytes:
         while (end := self._buffer.find(b"\r\n")) < 0:
             await self._fill()
-        size = int(bytes(self._buffer[:end]).partition(b";")[0], 16)
+        size = _number(bytes(self._buffer[:end]).partition(b";")[0], 16)
         while len(self._buffer) < end + 2 + size + 2:
             await self._fill()
         piece = bytes(self._buffer[end + 2 : end + 2 + size])
         del self._buffer[: end + 2 + size + 2]
         return piece
+
+
+def _number(text: str | bytes, radix: int) -> int:
+    try:
+        number = int(text, radix)
+    except ValueError as error:
+        raise Malformed(f"a length is no number: {text[:80]!r}") from error
+    if number < 0:
+        raise Malformed(f"a length is negative: {number}")
+    return number
 
 
 async def _connect(target: Target) -> trio.abc.Stream:

@@ -13,7 +13,7 @@ import trio
 from aserve.bench import serve
 from aserve.bench.client import Connection, Events, Malformed, Target
 from aserve.bench.measured import Seen, quantile, summarize, table
-from aserve.bench.workload import Fit, Prompts, Span, draw_workload
+from aserve.bench.workload import Ask, Fit, Prompts, Span, draw_workload
 
 
 class Server:
@@ -181,6 +181,22 @@ async def test_an_endless_head_is_refused() -> None:
         with pytest.raises(Malformed):
             await connection.send("GET", "/")
         await connection.aclose()
+
+
+@pytest.mark.parametrize(
+    "head", [b"Transfer-Encoding: chunked\r\n\r\nsoon\r\n", b"Content-Length: -5\r\n\r\n"]
+)
+async def test_a_body_of_no_length_is_a_failure_of_its_request(head: bytes) -> None:
+    async def mumble(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(b"HTTP/1.1 200 OK\r\n" + head)
+
+    async with running(mumble) as url:
+        server = serve.Server(Target.parse(url), "fake")
+        connection = Connection(server.target)
+        seen = await serve.ask(server, connection, Ask("text", 1, 0.0))
+    assert seen.error is not None
+    assert "a length is" in seen.error
 
 
 def test_events_split_anywhere_are_the_same_events() -> None:
