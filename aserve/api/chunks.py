@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from aserve.core.message import GRAMMAR_FAULT
+from aserve.core.message import GRAMMAR_FAULT, NONE_LEFT
 from aserve.core.request import Usage
 from aserve.errors import RequestError
 
@@ -100,6 +100,8 @@ def failure_of(reason: str, error: str | None) -> RequestError | None:
     if reason == "error" and error is not None and error.startswith(GRAMMAR_FAULT):
         # Only drawing shows that a regex or schema needs more states than a step may make.
         return RequestError(error, status=400, param="structured_outputs", code="grammar_failed")
+    if reason == "error" and error == NONE_LEFT:
+        return RequestError(error, status=400, code="nothing_to_draw")
     if reason == "error":
         return RequestError(error or "The engine failed.", status=500, code="engine_error")
     return None

@@ -6,6 +6,8 @@ import msgspec
 
 # How an `error` starts that is the doing of the request's own grammar, not of the engine.
 GRAMMAR_FAULT = "the grammar cannot go on"
+# The `error` where a request's own wishes exclude each other.
+NONE_LEFT = "no token is left to draw: the grammar, bad_words and logit_bias rule out all"
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True):

@@ -62,6 +62,6 @@ class Draws:
             try:
                 found = DrawState(state, self._compile)
             except RequestError as error:
-                return Drawn(-1, error=str(error))
+                return Drawn(-1, error=f"{GRAMMAR_FAULT}: {error}")
             self._states[state.seq] = found
         return found.row()

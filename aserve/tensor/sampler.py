@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from aserve import _native
-from aserve.core.message import Sampling, TokenLogprob
+from aserve.core.message import NONE_LEFT, Sampling, TokenLogprob
 from aserve.core.noise import draw_key
 
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint32]
 
 NOT_A_NUMBER = "the model's logits are not numbers"
-NONE_LEFT = "no token is left to draw: the grammar, bad_words and logit_bias rule out all"
 
 
 class History:

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aserve.core.message import TokenLogprob
+from aserve.core.message import NONE_LEFT, TokenLogprob
 from aserve.core.noise import GOLDEN32, U32, draw_key
-from aserve.tensor.sampler import NONE_LEFT, NOT_A_NUMBER, Drawn, History, SampleRow
+from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, History, SampleRow
 
 Logits = npt.NDArray[np.float64]
 

@@ -224,6 +224,13 @@ def test_regex_that_explodes_while_drawing_is_the_requests_fault(
     assert '"code":"grammar_failed"' in response.text
 
 
+def test_wishes_that_exclude_each_other_are_the_requests_fault(server: Running) -> None:
+    wishes = {"structured_outputs": {"choice": ["yes"]}, "bad_words": [*"yes", "ye", "es", "yes"]}
+    with server.client() as client:
+        response = client.post(COMPLETE, json={"prompt": "x", "max_tokens": 9, **wishes})
+    assert refused(response, 400)["code"] == "nothing_to_draw"
+
+
 @pytest.mark.parametrize("regex", ["(a|a)*(a|aa)+(.*.*.*)*b", "(a{1,1000}){1,1000}{1,1000}b"])
 def test_catastrophic_regex_ends_in_time(server: Running, regex: str) -> None:
     body = {"prompt": "x", "max_tokens": 30, "structured_outputs": {"regex": regex}}

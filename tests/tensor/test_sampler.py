@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve import _native
-from aserve.core.message import Sampling
+from aserve.core.message import NONE_LEFT, Sampling
 from aserve.core.noise import draw_key, token_bits, uniform
 from aserve.tensor.sampler import (
-    NONE_LEFT,
     NOT_A_NUMBER,
     Drawn,
     History,
