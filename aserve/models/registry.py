@@ -116,7 +116,8 @@ def _open(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Source]]:
 
 
 def _spec(config: dict[str, Any], source: Source, dtype: torch.dtype) -> ModelSpec:
-    named = config.get("architectures") or []
+    named = config.get("architectures")
+    named = named if isinstance(named, list) else []
     arch = next((name for name in named if name in ARCHITECTURES), None)
     if arch is None:
         given = ", ".join(map(str, named)) or config.get("model_type") or "none"

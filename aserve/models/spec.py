@@ -17,6 +17,7 @@ from aserve.errors import ModelError
 from aserve.tensor.rope import rope_parameters
 
 LAYERS_MAX = 1024
+COUNT_MAX = 2**31 - 1
 logger = logging.getLogger("aserve.models")
 
 
@@ -80,7 +81,7 @@ class Fields:
         value = self.config.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= COUNT_MAX:
             self.findings.append(f"{name} is {value!r}: a positive whole number is needed")
             return 1
         return value

@@ -6,7 +6,7 @@ Takes the fields of a Hugging Face config.json, both the `rope_scaling` of trans
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ from torch import Tensor
 from aserve.errors import ModelError
 
 KINDS = ("default", "linear", "llama3", "yarn")
+NEEDS = {
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+NUMBER_MAX = 1e15
+YARN_MAY = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     merged["rope_type"] = given.get("rope_type") or given.get("type") or "default"
     theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
     merged["rope_theta"] = float(theta)
+    if merged["rope_theta"] <= 1:
+        raise ModelError(f"rope_theta is {theta!r}: a number above 1 is needed")
     merged.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     context_len = config.get("max_position_embeddings")
     original_len = config.get("original_max_position_embeddings")
@@ -57,8 +69,8 @@ def inv_freq(parameters: Mapping[str, Any], head_dim: int) -> tuple[Tensor, floa
     Formulas: Su et al. 2021; linear: Chen et al. 2023; yarn: Peng et al. 2023; llama3: Llama 3.1.
     """
     rot = int(head_dim * parameters["partial_rotary_factor"])
-    if rot < 2 or rot % 2:
-        raise ModelError(f"rotary dimension {rot} of head_dim {head_dim} is not an even number")
+    if rot < 2 or rot % 2 or rot > head_dim:
+        raise ModelError(f"rotary dimension {rot} is not an even number up to head_dim {head_dim}")
     exponents = torch.arange(0, rot, 2, dtype=torch.int64).float() / rot
     plain = 1.0 / (parameters["rope_theta"] ** exponents)
     kind = parameters["rope_type"]
@@ -82,22 +94,27 @@ def _check(parameters: dict[str, Any], context_len: int | None) -> None:
     kind = parameters["rope_type"]
     if kind not in KINDS:
         raise ModelError(f"rope type {kind!r} is not supported: know {', '.join(KINDS)}")
-    needs = {
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-        "yarn": ("factor", "original_max_position_embeddings"),
-    }
+    _check_numbers(parameters, (*NEEDS.get(kind, ()), "rope_theta", "partial_rotary_factor"))
+    if kind == "yarn":
+        _check_numbers(parameters, [name for name in YARN_MAY if parameters.get(name) != 0])
     if kind == "yarn" and parameters.get("factor") is None and context_len is not None:
         # DeepSeek leaves the factor to the ratio of the two lengths.
         parameters["factor"] = context_len / parameters["original_max_position_embeddings"]
-    missing = [name for name in needs.get(kind, ()) if parameters.get(name) is None]
+    missing = [name for name in NEEDS.get(kind, ()) if parameters.get(name) is None]
     if missing:
         raise ModelError(f"rope type {kind!r} needs {', '.join(missing)}")
+
+
+def _check_numbers(parameters: Mapping[str, Any], names: Sequence[str]) -> None:
+    given = {name: parameters[name] for name in names if parameters.get(name) is not None}
+    wrong = [f"{name} is {value!r}" for name, value in given.items() if not _is_positive(value)]
+    if wrong:
+        raise ModelError(f"rope parameters need positive numbers: {', '.join(wrong)}")
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < NUMBER_MAX
 
 
 def _llama3(plain: Tensor, parameters: Mapping[str, Any]) -> Tensor:

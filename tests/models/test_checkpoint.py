@@ -197,7 +197,7 @@ def test_end_tokens_come_from_both_configs(folder: pathlib.Path) -> None:
     assert load_spec(folder).eos_ids == (9,)
 
 
-@pytest.mark.parametrize("given", [["GPT2LMHeadModel"], None])
+@pytest.mark.parametrize("given", [["GPT2LMHeadModel"], None, 7])
 def test_an_unknown_architecture_names_the_known_ones(folder: pathlib.Path, given: Any) -> None:
     edit_config(folder, architectures=given, model_type="gpt2")
     with pytest.raises(ModelError, match=r"(GPT2LMHeadModel|gpt2), which") as caught:

@@ -75,6 +75,29 @@ def test_old_spelling_and_null_scaling_are_read() -> None:
     assert rope_parameters({"rope_scaling": None})["rope_type"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("linear", "factor"),
+        *(("llama3", name) for name in ("factor", "low_freq_factor", "high_freq_factor")),
+        *(("yarn", name) for name in ("factor", "original_max_position_embeddings", "beta_fast")),
+        *(("yarn", name) for name in ("attention_factor", "mscale")),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, "2", [2], True, float("nan"), float("inf"), 10**400])
+def test_a_number_that_is_none_is_refused_by_name(kind: str, name: str, value: object) -> None:
+    good = next(scaling for scaling in SCALINGS if scaling["rope_type"] == kind)
+    scaling = {**good, name: value}
+    with pytest.raises(ModelError, match=f"need positive numbers: {name} is"):
+        rope_parameters({"max_position_embeddings": 512, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("fields", [{"rope_theta": 1.0}, {"partial_rotary_factor": "2"}])
+def test_rotation_without_meaning_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=next(iter(fields))):
+        rope_parameters(fields)
+
+
 def test_unknown_and_incomplete_kinds_are_refused() -> None:
     with pytest.raises(ModelError, match="'dynamic' is not supported: know default"):
         rope_parameters({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
@@ -86,3 +109,5 @@ def test_unknown_and_incomplete_kinds_are_refused() -> None:
         rope_parameters({"rope_parameters": {"full_attention": {"rope_type": "default"}}})
     with pytest.raises(ModelError, match="even"):
         inv_freq(rope_parameters({"partial_rotary_factor": 0.3}), 10)
+    with pytest.raises(ModelError, match="up to head_dim 16"):
+        inv_freq(rope_parameters({"partial_rotary_factor": 1.5}), 16)
