@@ -295,4 +295,7 @@ def _pages(pool: Tensor) -> tuple[int, int, int, int, int]:
     stride = pool.stride()
     if stride[1:] != (heads * dim, dim, 1) and not pool.is_contiguous():
         raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: not contiguous inside")
-    return pages, page_size, heads, dim, max(stride[0], page_size * heads * dim)
+    page_len = page_size * heads * dim
+    if pages > 1 and stride[0] < page_len:
+        raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: they overlap")
+    return pages, page_size, heads, dim, max(stride[0], page_len)

@@ -24,7 +24,7 @@ def tolerance(ops: NativeOps, dtype: torch.dtype) -> float:
     ("heads", "kv_heads", "dim"),
     [(9, 3, 64), (4, 4, 16), (8, 1, 80), (3, 3, 20), (14, 2, 64), (2, 1, 256), (5, 1, 7)],
 )
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 7, 16, 24, 64])
 def test_attention_is_its_twin(
     ops: NativeOps, heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype
 ) -> None:

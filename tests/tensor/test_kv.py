@@ -75,6 +75,9 @@ def test_misfits_are_refused(ops: NativeOps) -> None:
         "not contiguous inside": lambda: ops.kv_gather(
             KvLayer(kv.k_PSHD.transpose(1, 2), kv.v_PSHD), ints(0)
         ),
+        "they overlap": lambda: ops.kv_gather(
+            KvLayer(kv.k_PSHD[:1].expand(kv.k_PSHD.shape), kv.v_PSHD), ints(20)
+        ),
     }
     for match, call in refusals.items():
         with pytest.raises(ValueError, match=match):
