@@ -105,6 +105,8 @@ async def test_a_stop_string_is_not_looked_for_in_the_first_min_tokens(
         held = await finish(engine, PROMPT, params(stop=first, min_tokens=20))
         assert len(held.token_ids) >= 20
         assert done.text.startswith(held.text)
+        # The token that reaches min_tokens is one of them.
+        assert len((await finish(engine, PROMPT, params(stop=first, min_tokens=1))).token_ids) > 1
 
 
 async def test_a_stop_token_ends_the_text_and_is_not_shown(open_legible: OpenEngine) -> None:
