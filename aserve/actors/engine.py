@@ -32,7 +32,7 @@ from aserve.actors.validate import (
 )
 from aserve.core.config import Config
 from aserve.core.features import explain
-from aserve.core.message import Grammar
+from aserve.core.message import Grammar, Sampling
 from aserve.core.noise import seed_of_choice
 from aserve.core.planner import Planner
 from aserve.core.request import Request, SamplingParams, StructuredOutput
@@ -165,7 +165,8 @@ class Engine:
             raise refused("request_id", f"{request_id!r} is of a request still running")
         ask = self._read(prompt, params, options)
         stream = Stream(params.n)
-        choices = [self._choice(ask, stream, index) for index in range(params.n)]
+        sampling = sampling_of(params, self.tokenizer, ask.seed, ask.grammar)
+        choices = [self._choice(ask, sampling, stream, index) for index in range(params.n)]
         head = self._echoed(prompt, ask)
         for _, choice in choices:
             choice.head = head
@@ -209,11 +210,11 @@ class Engine:
             cache_salt=check_salt(options.get("cache_salt", "")),
         )
 
-    def _choice(self, ask: Ask, stream: Stream, index: int) -> tuple[Request, Choice]:
+    def _choice(
+        self, ask: Ask, sampling: Sampling, stream: Stream, index: int
+    ) -> tuple[Request, Choice]:
         seq = next(self._seqs)
-        sampling = sampling_of(
-            ask.params, self.tokenizer, seed_of_choice(ask.seed, index), ask.grammar
-        )
+        sampling = msgspec.structs.replace(sampling, seed=seed_of_choice(ask.seed, index))
         request = Request(seq, ask.tokens, ask.max_tokens, sampling, ask.priority, ask.cache_salt)
         return request, Choice(seq, index, stream, ask.tokens, ask.params, self.tokenizer)
 

@@ -8,6 +8,7 @@ from aserve.text import chat
 from aserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+NO_PROMPT = "must be a string, a list of token ids or chat messages"
 
 
 class PromptReader:
@@ -31,14 +32,18 @@ class PromptReader:
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
-            raise refused("prompt", "must be a string, a list of token ids or chat messages")
-        if prompt and all(isinstance(part, Mapping) for part in prompt):
+            raise refused("prompt", NO_PROMPT)
+        if prompt and isinstance(prompt[0], Mapping):
+            if not all(isinstance(part, Mapping) for part in prompt):
+                raise refused("prompt", NO_PROMPT)
             messages: Any = prompt
             return self.encode_chat(self.render(messages, tools, template_kwargs))
+        if len(prompt) > self._facts.context_len:  # before anybody walks over millions of them
+            raise too_long(len(prompt), None, self._facts.context_len)
         ids: list[int] = []
         for part in prompt:
             if isinstance(part, bool) or not isinstance(part, int):
-                raise refused("prompt", "must be a string, a list of token ids or chat messages")
+                raise refused("prompt", NO_PROMPT)
             ids.append(part)
         return tuple(ids)
 

@@ -1,6 +1,8 @@
 """Reading a request body: bounded in bytes, in time and in depth before anything parses it."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +15,7 @@ from aserve.errors import RequestError
 T = TypeVar("T")
 DEPTH_MAX = 96
 BODIES_MAX = 32  # bodies of full size being read at one time
-THREAD_BYTES = 1 << 17  # beyond this a scan would hold up the streams of others for over ~1 ms
+THREAD_BYTES = 1 << 16  # beyond this, reading would hold up the streams of others for some ms
 NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
 QUOTED = re.compile(rb'"[^"]*"')
 
@@ -101,9 +103,14 @@ def check_json_type(scope: Scope) -> None:
 
 async def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     """`body` as the decoder's type; every way of being wrong is a RequestError(400)."""
-    if len(body) > THREAD_BYTES:
-        return await trio.to_thread.run_sync(decode, body, decoder)
-    return decode(body, decoder)
+    return await aside(partial(decode, body, decoder), len(body))
+
+
+async def aside(function: Callable[[], T], body_len: int) -> T:
+    """`function()`, in another thread if the body it works on is large."""
+    if body_len > THREAD_BYTES:
+        return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
+    return function()
 
 
 def decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:

@@ -24,6 +24,7 @@ class Call:
         self.path = path
         self.status = 0
         self.event_stream = False
+        self.body_len = 0
         self.started_at = trio.current_time()
         self.first_at: float | None = None
         self.prompt_tokens = 0

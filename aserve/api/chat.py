@@ -8,17 +8,18 @@ from typing import Any, Literal, cast
 import msgspec
 
 from aserve.actors.engine import Engine
+from aserve.api.body import aside
 from aserve.api.call import Call
 from aserve.api.chunks import Envelope, Frames, UsageTally, encode, usage_of
 from aserve.api.generate import Job
 from aserve.api.logprobs import TokenNames
-from aserve.api.messages import plain_tools
+from aserve.api.messages import check_count, plain_tools
 from aserve.api.params import chat_params
 from aserve.api.prompts import Chat
 from aserve.api.protocol import ChatRequest, NamedChoice
 from aserve.api.service import Service
 from aserve.core.config import Config
-from aserve.core.request import Delta, StructuredOutput
+from aserve.core.request import Delta, SamplingParams, StructuredOutput
 from aserve.errors import RequestError
 from aserve.text.reasoning import ReasoningParser, Where, starts_where, wants_reasoning
 from aserve.text.tools import CallPiece, Content, ToolParser, forced_call
@@ -95,23 +96,9 @@ def _call_id() -> str:
 
 async def prepare(service: Service, request: ChatRequest, call: Call) -> Job:
     engine = service.check_model(request.model)
-    if request.chat_template is not None:
-        raise RequestError("A request may not bring its own chat template.", param="chat_template")
-    forced = _forced(request, service.config)
-    params = chat_params(request, service.config.limits, forced)
-    if request.stream and params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs needs stream to be false.", param="prompt_logprobs")
-    kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    chat = Chat(
-        request.messages,
-        None if request.tool_choice == "none" else request.tools,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        template_kwargs=kwargs,
-    )
-    prompt = await service.prompts.chat(chat)
+    check_count(request.messages, service.config.limits.messages_max)
+    params, chat = await aside(partial(_understood, request, service.config), call.body_len)
+    prompt = await service.prompts.chat(chat, call.body_len)
     reading = _reading(request, engine, service.config, prompt)
     last = chat.messages[-1]
     echoed = last["content"] if request.echo and last["role"] == "assistant" else ""
@@ -125,6 +112,25 @@ async def prepare(service: Service, request: ChatRequest, call: Call) -> Job:
         else ChatAnswer(choices, envelope)
     )
     return Job(id=envelope.id, prompts=[prompt], params=params, writer=writer)
+
+
+def _understood(request: ChatRequest, config: Config) -> tuple[SamplingParams, Chat]:
+    if request.chat_template is not None:
+        raise RequestError("A request may not bring its own chat template.", param="chat_template")
+    params = chat_params(request, config.limits, _forced(request, config))
+    if request.stream and params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs needs stream to be false.", param="prompt_logprobs")
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    chat = Chat(
+        request.messages,
+        None if request.tool_choice == "none" else request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=kwargs,
+    )
+    return params, chat
 
 
 def _forced(request: ChatRequest, config: Config) -> StructuredOutput | None:

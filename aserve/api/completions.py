@@ -1,11 +1,14 @@
 """`/v1/completions`: prompts of every kind in, OpenAI's text_completion objects out."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import trio
 
 from aserve.actors.engine import Engine
+from aserve.actors.validate import too_long
+from aserve.api.body import aside
 from aserve.api.call import Call
 from aserve.api.chunks import Envelope, Frames, UsageTally, encode, usage_of
 from aserve.api.generate import Job
@@ -22,15 +25,12 @@ Tokens = Sequence[int]
 
 async def prepare(service: Service, request: CompletionRequest, call: Call) -> Job:
     engine = service.check_model(request.model)
-    params = completion_params(request)
+    params = await aside(partial(completion_params, request), call.body_len)
     if request.stream and params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs needs stream to be false.", param="prompt_logprobs")
-    given = prompts_of(request.prompt, service.config.limits.prompts_max)
+    given = prompts_of(request.prompt, service.config.limits.prompts_max, engine.context_len)
     special = request.add_special_tokens is not False
-    prompts = [
-        await service.prompts.text(prompt, special=special) if isinstance(prompt, str) else prompt
-        for prompt in given
-    ]
+    prompts = await service.prompts.texts(given, special=special)
     await trio.lowlevel.checkpoint()
     envelope = service.envelope(f"cmpl-{call.request_id}", "text_completion")
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -42,12 +42,24 @@ async def prepare(service: Service, request: CompletionRequest, call: Call) -> J
     return Job(id=envelope.id, prompts=prompts, params=params, writer=writer)
 
 
-def prompts_of(prompt: str | Sequence[Any], prompts_max: int) -> Sequence[str | Tokens]:
-    """A string, strings, token ids or lists of token ids; never a mixture. 400 otherwise."""
+def prompts_of(
+    prompt: str | Sequence[Any], prompts_max: int, context_len: int
+) -> Sequence[str | Tokens]:
+    """A string, strings, token ids or lists of token ids; never a mixture. 400 otherwise.
+
+    Lengths come first: millions of ids need not be looked at to be refused.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RequestError("prompt must not be empty.", param="prompt")
+    if isinstance(prompt[0], int):
+        if len(prompt) > context_len:
+            raise too_long(len(prompt), None, context_len)
+    elif len(prompt) > prompts_max:
+        raise RequestError(
+            f"prompt may have at most {prompts_max} entries, not {len(prompt)}.", param="prompt"
+        )
     kinds = {type(part) for part in prompt}
     if len(kinds) > 1:
         raise RequestError(
@@ -55,13 +67,7 @@ def prompts_of(prompt: str | Sequence[Any], prompts_max: int) -> Sequence[str | 
             "token ids; not a mixture.",
             param="prompt",
         )
-    if kinds == {int}:
-        return [prompt]
-    if len(prompt) > prompts_max:
-        raise RequestError(
-            f"prompt may have at most {prompts_max} entries, not {len(prompt)}.", param="prompt"
-        )
-    return prompt
+    return [prompt] if kinds == {int} else prompt
 
 
 class _Choices:

@@ -1,6 +1,7 @@
 """The routes around generation: models, tokenizer, health, aborting, and what is refused."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -8,8 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import aserve
-from aserve.api.body import read_json
+from aserve.actors.engine import Engine
+from aserve.api.body import aside, read_json
 from aserve.api.logprobs import TokenNames
+from aserve.api.messages import check_count
 from aserve.api.prompts import Chat
 from aserve.api.protocol import abort_decoder, detokenize_decoder, tokenize_decoder
 from aserve.api.service import Service
@@ -63,14 +66,15 @@ class Control:
             "max_model_len": engine.context_len,
         }
 
-    async def _decode(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> T:
+    async def _decode(self, request: Request, decoder: "msgspec.json.Decoder[T]") -> tuple[T, int]:
+        """The body, and its length in bytes."""
         self._service.check_open()
-        value, _ = await read_json(request.scope, request.receive, decoder, self._service.bodies)
-        return value
+        value, body = await read_json(request.scope, request.receive, decoder, self._service.bodies)
+        return value, len(body)
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's `/tokenize`."""
-        asked = await self._decode(request, tokenize_decoder)
+        asked, body_len = await self._decode(request, tokenize_decoder)
         engine = self._service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
@@ -79,40 +83,35 @@ class Control:
             special = asked.add_special_tokens is not False
             tokens = await self._service.prompts.text(asked.prompt, special=special)
         else:
-            chat = Chat(
-                asked.messages or (),
+            messages = asked.messages or ()
+            check_count(messages, self._service.config.limits.messages_max)
+            read = partial(
+                Chat,
+                messages,
                 asked.tools,
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 template_kwargs=asked.chat_template_kwargs,
             )
-            tokens = await self._service.prompts.chat(chat)
+            chat = await aside(read, body_len)
+            tokens = await self._service.prompts.chat(chat, body_len)
+        told = {"count": len(tokens), "max_model_len": engine.context_len, "tokens": tokens}
         names = TokenNames(engine.tokenizer)
-        return answer(
-            {
-                "count": len(tokens),
-                "max_model_len": engine.context_len,
-                "tokens": tokens,
-                "token_strs": [names.name(token) for token in tokens]
-                if asked.return_token_strs
-                else None,
-            }
-        )
+
+        def write() -> Response:
+            strs = [names.name(token) for token in tokens] if asked.return_token_strs else None
+            return answer({**told, "token_strs": strs})
+
+        return await aside(write, body_len)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._decode(request, detokenize_decoder)
+        asked, body_len = await self._decode(request, detokenize_decoder)
         engine = self._service.check_model(asked.model)
-        for token in asked.tokens:
-            if token >= engine.vocab_size:
-                raise RequestError(
-                    f"tokens holds {token}, beyond the vocabulary of {engine.vocab_size}",
-                    param="tokens",
-                )
-        return answer({"prompt": engine.tokenizer.decode(asked.tokens)})
+        return answer({"prompt": await aside(partial(_decoded, engine, asked.tokens), body_len)})
 
     async def abort(self, request: Request) -> Response:
         """Ends every generation of a request id (`X-Request-Id`) or a response id."""
-        asked = await self._decode(request, abort_decoder)
+        asked, _ = await self._decode(request, abort_decoder)
         engine = self._service.engine
         aborted = [name for name in self._service.ids_of(asked.request_id) if engine.abort(name)]
         if not aborted:
@@ -134,3 +133,14 @@ class Control:
             param="model",
             code="unsupported_model",
         )
+
+
+def _decoded(engine: Engine, tokens: Sequence[int]) -> str:
+    for token in tokens:
+        if token >= engine.vocab_size:
+            raise RequestError(
+                f"tokens holds {token}, beyond the vocabulary of {engine.vocab_size}",
+                param="tokens",
+            )
+    text: str = engine.tokenizer.decode(tokens)
+    return text

@@ -70,6 +70,7 @@ class GenerateEndpoint(Generic[R]):
         self._service.check_open()
         bodies = self._service.bodies
         request, body = await read_json(scope, receive, self._decoder, bodies)
+        call.body_len = len(body)
         if logger.isEnabledFor(logging.DEBUG):
             _log_ignored(call, type(request), body)
         run = _Run(self._service, call, send if request.stream else None)
@@ -121,6 +122,8 @@ class _Run:
         async with AsyncExitStack() as stack:
             generations = []
             for place, prompt in enumerate(job.prompts):
+                if place:
+                    await trio.lowlevel.checkpoint()  # many prompts must not hold up the others
                 wanted = job.id if len(job.prompts) == 1 else f"{job.id}-{place}"
                 claimed = self._service.claim_id(wanted)
                 stack.callback(self._service.release_id, claimed)

@@ -24,6 +24,15 @@ def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(tool) for tool in tools or ()]
 
 
+def check_count(messages: Sequence[Message], messages_max: int) -> None:
+    """400 for more messages than a template is asked to write."""
+    if len(messages) > messages_max:
+        raise RequestError(
+            f"messages may have at most {messages_max} entries, not {len(messages)}.",
+            param="messages",
+        )
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Raises RequestError(400) that names the message at fault."""
     if not messages:

@@ -45,10 +45,6 @@ class Chat:
         opens = not self.continued if add_generation_prompt is None else add_generation_prompt
         self.template_kwargs = {**_free(template_kwargs), "add_generation_prompt": opens}
 
-    @property
-    def size(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
-
 
 def _free(template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for name in template_kwargs or ():
@@ -71,15 +67,28 @@ class Prompts:
 
     async def text(self, text: str, *, special: bool = True) -> Tokens:
         """A bare prompt. Raises RequestError: not text, longer than any context."""
-        if len(text) <= INLINE_CHARS:
-            return self._reader.encode(text, special=special)
-        return await trio.to_thread.run_sync(
-            lambda: self._reader.encode(text, special=special), abandon_on_cancel=True
-        )
+        (tokens,) = await self.texts([text], special=special)
+        return tokens
 
-    async def chat(self, chat: Chat) -> Tokens:
-        """Raises RequestError: the template refuses the messages, there is none, too long."""
-        if chat.size <= INLINE_CHARS and not chat.tools:
+    async def texts(self, given: Sequence[str | Tokens], *, special: bool = True) -> list[Tokens]:
+        """Texts made tokens; what is tokens stays as it is."""
+
+        def encode() -> list[Tokens]:
+            return [
+                self._reader.encode(one, special=special) if isinstance(one, str) else one
+                for one in given
+            ]
+
+        if sum(len(one) for one in given if isinstance(one, str)) <= INLINE_CHARS:
+            return encode()
+        return await trio.to_thread.run_sync(encode, abandon_on_cancel=True)
+
+    async def chat(self, chat: Chat, body_len: int) -> Tokens:
+        """Of a request of `body_len` bytes.
+
+        Raises RequestError: the template refuses the messages, there is none, too long.
+        """
+        if body_len <= INLINE_CHARS and not chat.tools:
             return self._chat(chat)
         return await trio.to_thread.run_sync(self._chat, chat, abandon_on_cancel=True)
 

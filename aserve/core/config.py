@@ -60,6 +60,7 @@ class Limits(Struct, frozen=True):
     bad_words_max: int = 256
     logit_bias_max: int = 1024
     prompts_max: int = 256  # prompts in one completions call
+    messages_max: int = 4096  # messages in one chat
     grammar_bytes_max: int = 65536
     grammar_depth_max: int = 64
     grammar_compile_s: float = 5.0

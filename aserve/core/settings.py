@@ -45,6 +45,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "limits.bad_words_max": (0, 1 << 16, "bad words of one request"),
     "limits.logit_bias_max": (0, 1 << 20, "biased tokens of one request"),
     "limits.prompts_max": (1, 1 << 16, "prompts of one completions call"),
+    "limits.messages_max": (1, 1 << 20, "messages of one chat"),
     "limits.grammar_bytes_max": (1, 1 << 30, "size of a schema, regex or grammar"),
     "limits.grammar_depth_max": (1, 1 << 10, "nesting of a schema"),
     "limits.grammar_compile_s": (0.001, SECONDS_MAX, "time to compile a constraint"),
