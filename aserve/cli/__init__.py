@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from aserve import __version__
-from aserve.cli.outcome import exit_code
+from aserve.cli.outcome import exit_code, open_missing_streams
 
 COMMANDS = {
     "serve": "serve a model over HTTP, as OpenAI's API",
@@ -59,4 +59,5 @@ def _show(text: str) -> int:
 
 def entry() -> None:
     """The console script."""
+    open_missing_streams()
     sys.exit(main(sys.argv[1:]))

@@ -30,6 +30,21 @@ def exit_code(run: Callable[[], int]) -> int:
         return _tell(causes)
 
 
+def open_missing_streams() -> None:
+    """Let a stream that the caller closed lead nowhere.
+
+    Python has None for it, and the next file or socket opened would get its number and its output.
+    """
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """The errors inside exception groups, in order."""
     if isinstance(error, BaseExceptionGroup):

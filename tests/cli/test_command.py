@@ -151,6 +151,24 @@ def test_a_reader_that_leaves_is_no_crash() -> None:
     assert process.stderr == b""
 
 
+@pytest.mark.parametrize(
+    ("closed", "given"),
+    [
+        (">&-", ["features"]),
+        (">&-", ["--help"]),
+        ("<&- >&- 2>&-", ["check"]),
+        ("2>&-", ["nonsense"]),
+    ],
+)
+def test_a_stream_that_is_closed_leads_nowhere(closed: str, given: list[str]) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {closed}', "sh", *COMMAND, *given],
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2 if given == ["nonsense"] else 0, b"")
+
+
 def raising(error: BaseException) -> int:
     def command() -> int:
         raise error
