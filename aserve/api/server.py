@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -46,7 +47,8 @@ async def open_server(config: Config, *, progress: Progress | None = None) -> As
     web = Web(build_app(service), config.server)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(web.run, sockets)
+            serving = trio.CancelScope()
+            nursery.start_soon(_run_web, web, sockets, serving)
             try:
                 async with open_engine(config=config, progress=progress) as engine:
                     service.open(engine)
@@ -54,7 +56,7 @@ async def open_server(config: Config, *, progress: Progress | None = None) -> As
                         yield Server(url_of(sockets), service, web)
                         await _drain(service, web, config.server.drain_s)
                     finally:
-                        await _end(service, web, nursery)
+                        await _end(service, web, serving)
             finally:
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
@@ -78,11 +80,19 @@ async def _drain(service: Service, web: Web, limit_s: float) -> None:
             await web.wait_closed()
 
 
-async def _end(service: Service, web: Web, nursery: trio.Nursery) -> None:
-    """No client may outlive the engine; once writes are cut, nothing here can wait for one."""
+async def _run_web(web: Web, sockets: list[socket.socket], serving: trio.CancelScope) -> None:
+    with serving:
+        await web.run(sockets)
+
+
+async def _end(service: Service, web: Web, serving: trio.CancelScope) -> None:
+    """No client may outlive the engine; once writes are cut, nothing here can wait for one.
+
+    Only the clients are cancelled: cancelled itself, the block would lose the error it ends with.
+    """
     service.close()
     web.cut()
-    nursery.cancel_scope.cancel()
+    serving.cancel()
     with trio.CancelScope(shield=True):
         await web.wait_closed()
 
@@ -92,11 +102,12 @@ async def serve(
     *,
     ready: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> signal.Signals | None:
     """Serve until SIGTERM or SIGINT; `ready(url)` is called once requests are taken.
 
     The first signal drains (while the model loads: ends), the second ends at once. Outside the
-    main thread, where no signal arrives, it serves until cancelled. Raises ConfigError.
+    main thread, where no signal arrives, it serves until cancelled. Returns the signal that ended
+    it before it was ready, if one did. Raises ConfigError.
     """
     start_log(config.server)
     if config.server.api_key is None and not is_loopback(config.server.host):
@@ -115,6 +126,7 @@ async def serve(
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from None
+    return None if stop.drains else stop.first
 
 
 def is_loopback(host: str) -> bool:
@@ -133,8 +145,10 @@ class _Stop:
         self.everything = trio.CancelScope()
         self.asked = trio.Event()
         self.drains = False
+        self.first: signal.Signals | None = None
 
-    def signal(self) -> None:
+    def take(self, number: signal.Signals) -> None:
+        self.first = self.first or number
         if self.drains and not self.asked.is_set():
             self.asked.set()
         else:
@@ -148,4 +162,4 @@ async def _watch_signals(
         task_status.started()
         async for number in signals:
             logger.info("%s received", signal.Signals(number).name)
-            stop.signal()
+            stop.take(signal.Signals(number))

@@ -1,15 +1,18 @@
 """The command `aserve`: a table of subcommands, each a module imported when it is asked for.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 it failed while running,
-2 what was asked for cannot be (flags, configuration, model or request), 130 interrupted.
+2 what was asked for cannot be (flags, configuration, model or request), 130 interrupted. `serve`
+ends with 130 (SIGINT) or 143 (SIGTERM) if the signal came before it was ready, else it drains and
+ends with 0.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
 
 from aserve import __version__
-from aserve.cli.outcome import exit_code, open_missing_streams
+from aserve.cli.outcome import end_on_signals, exit_code, open_missing_streams
 
 COMMANDS = {
     "serve": "serve a model over HTTP, as OpenAI's API",
@@ -60,4 +63,10 @@ def _show(text: str) -> int:
 def entry() -> None:
     """The console script."""
     open_missing_streams()
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["serve"]:
+        end_on_signals()
+    code = main(sys.argv[1:])
+    # The interpreter's last collection goes through all of torch, for a second, to free what the
+    # end of the process frees anyway.
+    gc.freeze()
+    sys.exit(code)

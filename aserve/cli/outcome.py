@@ -42,7 +42,25 @@ def open_missing_streams() -> None:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
             mode = "r" if number == 0 else "w"
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def end_on_signals() -> None:
+    """SIGTERM and SIGINT end the process with a line, wherever it is, until others handle them.
+
+    For a start that takes seconds of imports and holds nothing yet: an exception out of the middle
+    of some extension's import would come out as any error, or as none.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, _frame: object) -> None:
+    name = signal.Signals(number).name
+    # Not through sys.stderr, which may be in the middle of a write.
+    os.write(2, f"aserve: ended by {name}\n".encode())
+    os._exit(128 + number)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

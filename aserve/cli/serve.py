@@ -1,5 +1,6 @@
 """`aserve serve`: an OpenAI-compatible server; a line on stderr says when and where it is ready."""
 
+import signal
 from collections.abc import Sequence
 
 from aserve.cli.flags import CommandParser, add_model_flags, config_of
@@ -38,8 +39,11 @@ def run(given: Sequence[str]) -> int:
             name = config.model.name or name_of(config.model.path)
             say(f"serving {name} at {url} (ready in {clock})")
 
-        async def main() -> None:
-            await serve(config, ready=ready, progress=progress)
+        async def main() -> signal.Signals | None:
+            return await serve(config, ready=ready, progress=progress)
 
-        trio.run(main)
-    return 0
+        ended_by = trio.run(main)
+    if ended_by is None:
+        return 0
+    say(f"ended by {ended_by.name}")
+    return 128 + ended_by

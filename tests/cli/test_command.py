@@ -169,6 +169,20 @@ def test_a_stream_that_is_closed_leads_nowhere(closed: str, given: list[str]) ->
     assert (done.returncode, done.stderr) == (2 if given == ["nonsense"] else 0, b"")
 
 
+def test_the_process_ends_without_a_last_search_for_garbage() -> None:
+    script = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: sys.stderr.write(str(gc.get_freeze_count() > 0)))\n"
+        "from aserve.cli import entry\n"
+        "sys.argv = ['aserve', '--version']\n"
+        "entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "True"
+
+
 def raising(error: BaseException) -> int:
     def command() -> int:
         raise error

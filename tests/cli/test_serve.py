@@ -115,3 +115,37 @@ def test_an_interrupt_drains_and_ends(tiny_model_path: pathlib.Path) -> None:
         said = process.stderr.read()
         assert process.wait(30) in (0, 130)
     assert "Traceback" not in said
+
+
+AT_IMPORT = """
+import os, signal, sys
+where, sys.argv[1:] = sys.argv[-1], ["serve", "nowhere"]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder())
+from aserve.cli import entry
+entry()
+"""
+WHILE_LOADING = """
+import os, sys, trio
+import aserve.actors.engine
+from aserve.cli import entry
+async def load(*given):
+    os.kill(os.getpid(), {number})
+    await trio.sleep_forever()
+aserve.actors.engine.load = load
+sys.argv[1:] = ["serve", "--port", "0", "--server.log_level", "error"]
+entry()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", ["aserve.cli.serve", "torch", "loading"])
+def test_a_signal_before_it_is_ready_ends_with_a_line(place: str, number: signal.Signals) -> None:
+    script = (WHILE_LOADING if place == "loading" else AT_IMPORT).format(number=int(number))
+    command = [sys.executable, "-W", "error", "-c", script, place]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == f"aserve: ended by {number.name}\n"
+    assert done.returncode == 128 + number
