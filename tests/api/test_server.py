@@ -267,6 +267,15 @@ def test_model_that_is_not_there_is_an_error_and_frees_the_port(tmp_path: pathli
         trio.run(serve)
 
 
+def test_an_error_in_the_block_leaves_it_as_it_is(tiny_model_path: pathlib.Path) -> None:
+    async def serve() -> None:
+        async with open_server(config_of(tiny_model_path)):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trio.run(serve)
+
+
 def test_loading_server_is_alive_but_not_ready(tiny_model_path: pathlib.Path) -> None:
     """The loader stands still until the client has seen what a loading server says."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
