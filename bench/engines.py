@@ -25,6 +25,9 @@ from aserve.bench.workload import Ask, Fit, Prompts, Span, draw_workload
 
 START_S = 120.0
 LLAMA_CPP = "llama-cpp-python[server]"
+# This machine's own vector units but AMX, whose path crashes on Q4_1 weights.
+NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+LLAMA_BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CFLAGS": NO_AMX, "CXXFLAGS": NO_AMX}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +158,7 @@ def llama_cpp_python() -> pathlib.Path:
         print(f"building {LLAMA_CPP} in {folder}; this takes minutes", file=sys.stderr)
         venv.create(folder, clear=True, with_pip=True)
         install = (python, "-m", "pip", "install", "--quiet", LLAMA_CPP)
-        build = os.environ | {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+        build = os.environ | LLAMA_BUILD
         subprocess.run([*map(str, install)], check=True, env=build)
         stamp.touch()
     return python
@@ -169,6 +172,8 @@ def llama_cpp_server(model: str, threads: int, fit: Fit) -> Iterator[HttpEngine]
         port = probe.getsockname()[1]
     command = [str(llama_cpp_python()), "-m", "llama_cpp.server", "--model", model]
     command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", "4096"]
+    # Its default drops a stream that runs when another request comes.
+    command += ["--interrupt_requests", "False"]
     command += ["--n_threads", str(threads), "--n_threads_batch", str(threads)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with child(*command, env=_threads_env(threads), **quiet) as process:
