@@ -22,7 +22,7 @@ from aserve.core.config import Config
 from aserve.core.request import Delta, SamplingParams, StructuredOutput
 from aserve.errors import RequestError
 from aserve.text.reasoning import ReasoningParser, Where, starts_where, wants_reasoning
-from aserve.text.tools import CallPiece, Content, ToolParser, forced_call
+from aserve.text.tools import CallPiece, Content, ForcedParser, ToolParser, forced_call
 
 TAIL_LEN = 8  # tokens of the prompt that show whether it ends inside a thinking block
 
@@ -40,6 +40,7 @@ class Reading(msgspec.Struct, frozen=True):
     """How the text of this request's choices is to be read."""
 
     tools: bool = False
+    forced: bool = False  # a grammar makes the answer a call
     calls_max: int | None = None
     reasoning: Where | None = None
     shows_reasoning: bool = True
@@ -54,7 +55,8 @@ class Reader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._tools = ToolParser(partial(_call_id)) if reading.tools else None
+        parser = ForcedParser if reading.forced else ToolParser
+        self._tools = parser(_call_id) if reading.tools else None
         where = reading.reasoning
         self._reasoning = None if where is None else ReasoningParser(where)
         self.called = False
@@ -158,10 +160,12 @@ def _reading(
     thinks = parser != "none" and (parser != "auto" or wants_reasoning(template))
     tools = bool(request.tools) and request.tool_choice != "none"
     where: Where | None = None
-    if thinks:
+    forced = tools and request.tool_choice not in (None, "auto")
+    if thinks and not forced:
         where = starts_where(engine.tokenizer.decode(list(prompt[-TAIL_LEN:])))
     return Reading(
         tools=tools and config.model.tool_parser != "none",
+        forced=forced,
         calls_max=1 if request.parallel_tool_calls is False else None,
         reasoning=where,
         shows_reasoning=request.include_reasoning is not False,

@@ -4,6 +4,7 @@ The model writes `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,80 @@ class _Scan:
         return -1
 
 
+class ForcedParser:
+    """Splits text that follows `forced_call`'s grammar; any chunking gives the same calls.
+
+    The grammar has promised a call and its JSON, so the name is told once it is there and the
+    arguments as they come; where the text is cut short, so are they. What precedes a name is never
+    content.
+    """
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._held = ""
+        self._call_count = 0
+        self._arguments: _ObjectEnd | None = None
+
+    def push(self, text: str) -> list[Content | CallPiece]:
+        self._held += text
+        pieces: list[Content | CallPiece] = []
+        while self._arguments is not None or self._find_name(pieces):
+            if not self._take_arguments(pieces):
+                break
+        return pieces
+
+    def flush(self) -> list[Content | CallPiece]:
+        return []
+
+    def _find_name(self, pieces: list[Content | CallPiece]) -> bool:
+        found = FORCED_HEAD.match(self._held)
+        if found is None:
+            return False
+        name = json.loads(found["name"])
+        pieces.append(CallPiece(self._call_count, id=self._new_id(), name=name))
+        self._call_count += 1
+        self._held = self._held[found.end() :]
+        self._arguments = _ObjectEnd()
+        return True
+
+    def _take_arguments(self, pieces: list[Content | CallPiece]) -> bool:
+        """Whether they are complete."""
+        assert self._arguments is not None
+        length = self._arguments.find(self._held)
+        told = self._held if length < 0 else self._held[:length]
+        if told:
+            pieces.append(CallPiece(self._call_count - 1, arguments=told))
+        self._held = self._held[len(told) :]
+        if length >= 0:
+            self._arguments = None
+        return length >= 0
+
+
+class _ObjectEnd:
+    """Looks for the end of a valid JSON object that comes in parts."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def find(self, part: str) -> int:
+        """Length of what belongs to the object, or -1 if all of `part` does and more is to come."""
+        for at, char in enumerate(part):
+            if self._quoted:
+                self._quoted = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return -1
+
+
 def parse_call(text: str) -> tuple[str, str] | None:
     """(name, JSON text of the arguments) of a whole call, or None if it is not one.
 
@@ -216,6 +291,11 @@ def forced_call(tools: Sequence[Mapping[str, Any]], name: str | None = None) -> 
     return StructuredOutput(grammar="\n".join(rules) + "\n")
 
 
+FORCED_HEAD = re.compile(
+    rf'(?:\}}\n{CLOSE}\n)?{OPEN}\n\{{"name": (?P<name>"(?:[^"\\]|\\.)*"), "arguments": '
+)
+
+
 def _quote(text: str) -> str:
     """A Lark string."""
     return json.dumps(text, ensure_ascii=False)
@@ -232,4 +312,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object"}
     if not isinstance(parameters, Mapping):
         raise RequestError("parameters of a tool must be a JSON schema object", param="tools")
+    if parameters.get("type", "object") != "object":
+        message = f"parameters of a tool must be of type object, not {parameters['type']!r:.100}"
+        raise RequestError(message, param="tools")
     return {"type": "object", **parameters}

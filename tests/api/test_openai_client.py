@@ -237,6 +237,34 @@ def test_forced_tool_call_comes_whole_and_in_pieces(client: OpenAI, choice: obje
     assert final.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 
 
+def test_forced_tool_call_cut_by_max_tokens_is_a_call_cut_short(client: OpenAI) -> None:
+    request = {
+        "model": "tiny",
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "seed": 1,
+    }
+    answer = client.chat.completions.create(**request)
+    whole = answer.choices[0].message.tool_calls
+    assert whole is not None
+    assert answer.usage is not None
+    most = answer.usage.completion_tokens - 10
+    kept = client.chat.completions.create(**request, max_tokens=most).choices[0]
+    assert (kept.finish_reason, kept.message.content) == ("length", None)
+    assert kept.message.tool_calls is not None
+    (call,) = kept.message.tool_calls
+    assert call.function.name == whole[0].function.name
+    assert whole[0].function.arguments.startswith(call.function.arguments)
+    deltas = list(client.chat.completions.create(**request, max_tokens=most, stream=True))
+    assert deltas[-1].choices[0].finish_reason == "length"
+    assert not any(chunk.choices[0].delta.content for chunk in deltas)
+    pieces = [one for chunk in deltas for one in chunk.choices[0].delta.tool_calls or ()]
+    assert len(pieces) > 2
+    told = "".join((piece.function and piece.function.arguments) or "" for piece in pieces)
+    assert told == call.function.arguments
+
+
 def test_tool_results_go_back_into_the_conversation(client: OpenAI) -> None:
     call = {
         "id": "c1",

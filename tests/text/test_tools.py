@@ -8,13 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.errors import RequestError
-from aserve.text.tools import CallPiece, Content, ToolParser, forced_call, parse_call
+from aserve.text.tools import (
+    CallPiece,
+    Content,
+    ForcedParser,
+    ToolParser,
+    forced_call,
+    parse_call,
+)
 
 
-def parse(chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse(
+    chunks: list[str], kind: type[ToolParser] | type[ForcedParser] = ToolParser
+) -> tuple[str, list[tuple[str, str]]]:
     """Content, and (name, arguments) of each call; checks the order of the pieces."""
     ids = itertools.count()
-    parser = ToolParser(lambda: f"call_{next(ids)}")
+    parser = kind(lambda: f"call_{next(ids)}")
     pieces = [piece for chunk in chunks for piece in parser.push(chunk)] + parser.flush()
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls: list[list[str]] = []
@@ -137,3 +146,54 @@ def test_forcing_a_tool_that_is_not_there_is_refused() -> None:
         forced_call([])
     with pytest.raises(RequestError, match="name"):
         forced_call([{"type": "function"}])
+
+
+def forced_text(names: list[str], arguments: list[dict]) -> str:
+    """As `forced_call`'s grammar writes it."""
+    return "\n".join(map(call, names, arguments))
+
+
+forced_calls = st.lists(
+    st.tuples(st.sampled_from(["get", "wetter-é", 'a"b', "back\\slash"]), objects), min_size=1
+)
+
+
+@given(forced_calls, st.lists(st.integers(0, 400), max_size=12))
+def test_forced_calls_are_the_same_in_any_chunks(
+    calls: list[tuple[str, dict]], borders: list[int]
+) -> None:
+    text = forced_text([name for name, _ in calls], [arguments for _, arguments in calls])
+    content, found = parse(cut(text, borders), ForcedParser)
+    assert content == ""
+    assert [(name, json.loads(told)) for name, told in found] == calls
+    assert parse(list(text), ForcedParser) == (content, found)
+
+
+@given(forced_calls, st.integers(0, 10**6))
+def test_a_forced_call_cut_short_is_a_call_cut_short(
+    calls: list[tuple[str, dict]], length: int
+) -> None:
+    text = forced_text([name for name, _ in calls], [arguments for _, arguments in calls])
+    _, whole = parse([text], ForcedParser)
+    content, found = parse([text[: length % (len(text) + 1)]], ForcedParser)
+    assert content == ""
+    assert found[:-1] == whole[: max(0, len(found) - 1)]
+    for (name, told), (name_whole, told_whole) in zip(found, whole, strict=False):
+        assert name == name_whole
+        assert told_whole.startswith(told)
+
+
+def test_the_arguments_of_a_forced_call_are_told_as_they_come() -> None:
+    parser = ForcedParser(lambda: "call_1")
+    assert parser.push('<tool_call>\n{"name": "f", "argum') == []
+    assert parser.push('ents": ') == [CallPiece(0, id="call_1", name="f")]
+    assert parser.push('{"a": "}') == [CallPiece(0, arguments='{"a": "}')]
+    assert parser.push('"}}\n</tool') == [CallPiece(0, arguments='"}')]
+    assert parser.push("_call>") == []
+    assert parser.flush() == []
+
+
+def test_forcing_a_tool_whose_parameters_are_no_object_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    with pytest.raises(RequestError, match="type object, not 'string'"):
+        forced_call([tool])
