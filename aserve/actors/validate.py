@@ -40,7 +40,8 @@ class Number(msgspec.Struct, frozen=True):
         below = value <= self.low if self.low_open else value < self.low
         if below or value > self.high:
             bracket = "(" if self.low_open else "["
-            interval = f"{bracket}{self.low:g}, {self.high:g}]"
+            shown = (str(end) if self.kind is int else f"{end:g}" for end in (self.low, self.high))
+            interval = f"{bracket}{', '.join(shown)}]"
             raise refused(self.name, f"must be in {interval}, not {_shown(value)}")
 
 

@@ -128,6 +128,18 @@ def _type_text(hint: Any) -> str:
     return str(hint.__name__)
 
 
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _wanted(hint: Any) -> str:
+    """`_type_text` in words."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_args(hint):
+        return " or ".join(_wanted(part) for part in get_args(hint))
+    return WORDS.get(hint, "none")
+
+
 def _flatten(toml: Mapping[str, Any], found: list[str]) -> list[tuple[str, Any]]:
     sections = get_type_hints(Config)
     pairs: list[tuple[str, Any]] = []
@@ -158,7 +170,7 @@ def _convert(key: str, value: Any, hint: Any, values: dict[str, Any], found: lis
     try:
         values[key] = msgspec.convert(value, hint)
     except msgspec.ValidationError:
-        found.append(f"{key}: {value!r} is not {_type_text(hint)}")
+        found.append(f"{key} must be {_wanted(hint)}, not {value!r}")
 
 
 def _parse(key: str, text: str, hint: Any, values: dict[str, Any], found: list[str]) -> None:
@@ -173,7 +185,7 @@ def _parse(key: str, text: str, hint: Any, values: dict[str, Any], found: list[s
     try:
         values[key] = msgspec.convert(text.strip().lower() if lenient else text, hint, strict=False)
     except msgspec.ValidationError:
-        found.append(f"{key}: {text!r} is not {_type_text(hint)}")
+        found.append(f"{key} must be {_wanted(hint)}, not {text!r}")
 
 
 def _replace(defaults: Config, values: Mapping[str, Any]) -> Config:
@@ -205,6 +217,6 @@ def _range_findings(config: Config) -> list[str]:
             f"schedule.step_tokens is {config.schedule.step_tokens}, it must be at least "
             f"cache.page_size = {page_size}: prompts are computed in whole pages"
         )
-    if kv_tokens is not None and kv_tokens < page_size:
+    if kv_tokens is not None and 1 <= kv_tokens < page_size:
         found.append(f"cache.kv_tokens is {kv_tokens}, it must hold a page of {page_size}")
     return found

@@ -191,6 +191,8 @@ def _prototype(grammar: Grammar, environment: llguidance.LLTokenizer) -> llguida
         matcher.compute_bitmask()
     if matcher.is_error() or matcher.stop_reason() not in ("NotStopped", "NoExtension"):
         why = _first(matcher.get_error()) or "no text satisfies it"
+        if why.startswith("NoExtension"):
+            why = "it allows no text at all (it may refer to itself without adding anything)"
         raise RequestError(f"{grammar.kind} cannot be followed: {why}", param=PARAM)
     return matcher
 

@@ -62,20 +62,20 @@ def test_all_findings_come_together() -> None:
         "unknown section [layot]; did you mean [layout]?",
         "[server] must be a table, not 3",
         "unknown key cache.pagesize; did you mean cache.page_size?",
-        "cache.page_size: 'x' is not int",
+        "cache.page_size must be an integer, not 'x'",
         "unknown key tp; did you mean layout.tp?",
-        "schedule.prefix_cache: 'maybe' is not bool",
-        "server.log_level: 'loud' is not debug | info | warning | error",
+        "schedule.prefix_cache must be true or false, not 'maybe'",
+        "server.log_level must be one of debug, info, warning, error, not 'loud'",
         "schedule.running_max is 0, it must be from 1 to 65536",
         "server.port is 70000, it must be from 0 to 65535",
     )
 
 
 def test_toml_types_are_not_guessed() -> None:
-    assert findings({"layout": {"tp": "2"}}) == ("layout.tp: '2' is not int",)
-    assert findings({"schedule": {"prefix_cache": 1}}) == ("schedule.prefix_cache: 1 is not bool",)
-    assert findings({"layout": {"tp": True}}) == ("layout.tp: True is not int",)
-    assert findings({"model": {"name": 3}}) == ("model.name: 3 is not str | none",)
+    assert findings({"layout": {"tp": "2"}}) == ("layout.tp must be an integer, not '2'",)
+    assert findings({"schedule": {"prefix_cache": 1}}) == ("schedule.prefix_cache must be true or false, not 1",)
+    assert findings({"layout": {"tp": True}}) == ("layout.tp must be an integer, not True",)
+    assert findings({"model": {"name": 3}}) == ("model.name must be text or none, not 3",)
 
 
 def test_a_key_like_no_other_gets_no_suggestion() -> None:
@@ -93,6 +93,12 @@ def test_a_step_and_a_pool_must_hold_a_page() -> None:
     assert len(found) == 2
     assert "at least cache.page_size = 32" in found[0]
     assert "must hold a page of 32" in found[1]
+
+
+def test_a_pool_of_no_size_is_told_its_range_and_no_page_of_0() -> None:
+    found = findings({"cache": {"page_size": 0, "kv_tokens": -5}})
+    assert len(found) == 2
+    assert "cache.kv_tokens is -5, it must be from 1" in found[1]
 
 
 def test_every_key_has_a_row_and_every_row_a_key() -> None:

@@ -217,3 +217,8 @@ async def test_more_choices_than_the_queue_holds_are_refused_for_good(
         with pytest.raises(RequestError) as caught:
             engine.generate("a", SamplingParams(n=5))
         assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_bounds_that_are_integers_are_shown_as_integers() -> None:
+    with pytest.raises(RequestError, match=r"max_tokens must be in \[1, 2147483647\], not 0"):
+        check_params(SamplingParams(max_tokens=0), FACTS)

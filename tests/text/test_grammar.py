@@ -198,7 +198,7 @@ def test_depth_is_not_counted_in_strings() -> None:
 
 def test_a_grammar_of_no_text_is_refused_on_compiling(tokenizer: Tokenizer) -> None:
     endless = Grammar("json_schema", '{"$defs":{"a":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}')
-    with pytest.raises(RequestError, match="cannot be followed"):
+    with pytest.raises(RequestError, match="cannot be followed: it allows no text at all"):
         grammar.compile(endless, tokenizer, VOCAB)
 
 
