@@ -38,11 +38,14 @@ def build_app(service: Service) -> Starlette:
         Route("/version", control.version),
         Route("/metrics", metrics.__call__),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Edge, service=service)],
         exception_handlers={HTTPException: _refuse},
     )
+    # A redirected POST loses its body or its key with many clients; a 404 says what is wrong.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ flow-controlled stream nobody reads would escape the write deadline.
 
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -34,6 +35,7 @@ logger = logging.getLogger("aserve.http")
 INBOX_LEN_MAX = 4
 HEADERS_S = 10.0
 LINGER_S = 2.0
+ABSOLUTE = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
 
 class Inbox:
@@ -155,7 +157,7 @@ class Protocol(H11Protocol):
                 headers=list(request.headers),
                 http_version=request.http_version.decode(),
                 method=request.method.decode("ascii").upper(),
-                raw_path=request.target,
+                raw_path=_origin_form(request.target),
                 state=self.connection_state,
             )
         )
@@ -171,6 +173,15 @@ class Protocol(H11Protocol):
         await self._send_h11_event(h11.Response(status_code=status_code, headers=fields))
         await self._send_h11_event(h11.Data(data=body))
         await self._send_h11_event(h11.EndOfMessage())
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of an absolute-form target, which RFC 9112 3.2.2 says to accept."""
+    found = ABSOLUTE.match(target)
+    if found is None:
+        return target
+    rest = target[found.end() :]
+    return rest if rest.startswith(b"/") else b"/" + rest
 
 
 class Connection(TCPServer):

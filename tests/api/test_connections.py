@@ -260,3 +260,24 @@ def test_death_of_the_engine_is_told_to_everybody(tiny_model_path: pathlib.Path)
         assert "told to" in response.json()["error"]["message"]
     with raw:
         assert b'"code":"engine_error"' in rest()
+
+
+@pytest.mark.parametrize(
+    "target", [b"http://x/health", b"HTTP://x:80/health?a=1", b"https://x/health"]
+)
+def test_absolute_targets_are_answered_like_their_paths(server: Running, target: bytes) -> None:
+    answer = server.exchange(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+
+
+def test_an_absolute_target_without_a_path_is_the_root(server: Running) -> None:
+    answer = server.exchange(b"GET http://x?a=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 "), answer
+    assert b"'/'" in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/health/"])
+def test_a_trailing_slash_is_another_route(server: Running, path: str) -> None:
+    answer = server.exchange(post(path, b"{}"))
+    assert answer.startswith(b"HTTP/1.1 404 "), answer
+    assert b'"route_not_found"' in answer
