@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aserve.cli.answer import Answer
 from aserve.cli.flags import CommandParser, add_model_flags, config_of
-from aserve.cli.generate import add_sampling_flags, sampling_of
+from aserve.cli.generate import add_sampling_flags, checked_sampling
 from aserve.cli.outcome import say
 from aserve.cli.progress import Progress
 from aserve.core.request import SamplingParams
@@ -147,6 +147,7 @@ def converse(conversation: Conversation, *, as_json: bool) -> None:
 def run(given: Sequence[str]) -> int:
     arguments = parser().parse_args(given)
     config = config_of(arguments)
+    params = checked_sampling(arguments, config)
     if sys.stdin.isatty():
         # Line editing and history for input().
         with contextlib.suppress(ImportError):
@@ -157,6 +158,6 @@ def run(given: Sequence[str]) -> int:
         progress.close()
         if sys.stdin.isatty():
             say(f"{llm.engine.model_name}; /help lists commands, Ctrl-C stops an answer")
-        conversation = Conversation(llm, sampling_of(arguments), arguments.system)
+        conversation = Conversation(llm, params, arguments.system)
         converse(conversation, as_json=arguments.json)
     return 0

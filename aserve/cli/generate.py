@@ -5,10 +5,12 @@ import json
 import sys
 from collections.abc import Sequence
 
+from aserve.actors.validate import Facts, check_params
 from aserve.cli.answer import Answer
 from aserve.cli.flags import CommandParser, add_model_flags, config_of
 from aserve.cli.outcome import FAILED, UsageError, say
 from aserve.cli.progress import Progress
+from aserve.core.config import Config
 from aserve.core.request import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, str]]
@@ -69,6 +71,13 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
     )
 
 
+def checked_sampling(arguments: argparse.Namespace, config: Config) -> SamplingParams:
+    """Raises RequestError before a model is loaded only to refuse."""
+    params = sampling_of(arguments)
+    check_params(params, Facts(context_len=0, vocab_size=0, limits=config.limits))
+    return params
+
+
 def prompt_of(arguments: argparse.Namespace) -> Prompt:
     """Raises UsageError for text that is not UTF-8 and ids that are not numbers."""
     if arguments.prompt is not None:
@@ -95,13 +104,14 @@ def run(given: Sequence[str]) -> int:
     arguments = parser().parse_args(given)
     prompt = prompt_of(arguments)
     config = config_of(arguments)
+    params = checked_sampling(arguments, config)
     # Imported late: it brings torch, which --help and refusals need not wait for.
     from aserve.actors.llm import LLM
 
     answer = Answer()
     with Progress() as progress, LLM(config=config, progress=progress) as llm:
         progress.close()
-        deltas = llm.stream(prompt, sampling_of(arguments))
+        deltas = llm.stream(prompt, params)
         answer.read(deltas, show=not arguments.json)
     if arguments.json:
         print(json.dumps(answer.as_json(logprobs=arguments.logprobs is not None)))

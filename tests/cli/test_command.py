@@ -221,3 +221,21 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
     )
     assert process.returncode == 2
     assert process.stderr == b"aserve: the prompt is not UTF-8\n"
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("chat",)])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--max-tokens", "0"), "max_tokens must be in [1, 2147483647], not 0"),
+        (("--temperature", "nan"), "temperature must be finite"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_before_a_model_is_looked_for(
+    command: tuple[str, ...],
+    given: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(command[0], "./no-such-model", *command[1:], *given) == 2
+    assert capsys.readouterr().err == f"aserve: {says}\n"
