@@ -59,8 +59,9 @@ async def load(config: Config, compute: ComputeThread, progress: Progress | None
 
 def _load(config: Config, progress: Progress) -> Loaded:
     path = fetch.resolve(config.model.path, progress)
+    spec = load_spec(path)  # first: a model of an unknown kind may lack what follows
     tokenizer = load_tokenizer(path, config.model.chat_template)
-    _check_vocab(tokenizer, load_spec(path).vocab)  # before the weights, which take long
+    _check_vocab(tokenizer, spec.vocab)  # before the weights, which take long
     ops = open_ops(config.compute.kernels, config.compute.threads or cores())
     model = load_model(path, dtype=config.model.dtype, ops=ops, progress=progress)
     context_len = _context_len(config.model.context_len, model.spec.context_len)

@@ -1,8 +1,11 @@
 """Opening an engine: progress, cancellation midway, settings; and that closing gives all back."""
 
 import gc
+import json
 import pathlib
 import threading
+import weakref
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,15 +17,30 @@ from aserve.actors.loading import cores, name_of
 from aserve.core.config import Config, Schedule
 from aserve.core.request import SamplingParams
 from aserve.errors import ConfigError, ModelError
+from aserve.models.decoder import Model
 from aserve.models.regions import kv_region
 from aserve.runner.kv_store import KvStore
 from aserve.runner.runner import Runner
 from aserve.testing.tiny import write_tiny_model
 
 
-def living(kind: type) -> int:
-    gc.collect()
-    return sum(type(one) is kind for one in gc.get_objects())
+class Made:
+    """Those objects of a class that are made from now on, and are still there when asked."""
+
+    def __init__(self, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._all: list[weakref.ref[object]] = []
+        init = kind.__init__  # type: ignore[misc]
+
+        def noted(one: object, *given: Any, **named: Any) -> None:
+            self._all.append(weakref.ref(one))
+            init(one, *given, **named)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+
+    @property
+    def living(self) -> int:
+        gc.collect()
+        return sum(one() is not None for one in self._all)
 
 
 async def test_progress_is_told_while_loading(tiny_model_path: pathlib.Path) -> None:
@@ -36,7 +54,10 @@ async def test_progress_is_told_while_loading(tiny_model_path: pathlib.Path) -> 
     assert told[-1][0] == told[-1][1]
 
 
-async def test_cancelling_a_load_stops_it_midway(tiny_model_path: pathlib.Path) -> None:
+async def test_cancelling_a_load_stops_it_midway(
+    tiny_model_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, runners = Made(Model, monkeypatch), Made(Runner, monkeypatch)
     threads = threading.active_count()
     told: list[int] = []
     reached, go_on = threading.Event(), threading.Event()
@@ -64,18 +85,20 @@ async def test_cancelling_a_load_stops_it_midway(tiny_model_path: pathlib.Path) 
     assert scope.cancelled_caught
     assert len(told) == 1
     assert threading.active_count() <= threads + 1
-    assert living(Runner) == 0
+    assert (models.living, runners.living) == (0, 0)
 
 
-async def test_closing_frees_weights_and_pages(tiny_model_path: pathlib.Path) -> None:
-    before = living(KvStore), living(Runner)
+async def test_closing_frees_weights_and_pages(
+    tiny_model_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, runners = Made(KvStore, monkeypatch), Made(Runner, monkeypatch)
     async with open_engine(tiny_model_path, compute__threads=1) as engine:
         async for _ in engine.generate("a", SamplingParams(max_tokens=3)):
             pass
-        assert living(KvStore) == before[0] + 1
+        assert (stores.living, runners.living) == (1, 1)
     # The engine itself may be held on to; what it held is gone.
     assert engine.model_name == "tiny"
-    assert (living(KvStore), living(Runner)) == before
+    assert (stores.living, runners.living) == (0, 0)
 
 
 async def test_errors_come_bare_and_all_at_once(tmp_path: pathlib.Path) -> None:
@@ -121,6 +144,18 @@ async def test_tokens_that_the_model_does_not_embed_are_a_clear_error(
         async with open_engine(path, progress=lambda *step: told.append(step[2])):
             pytest.fail("it opened")
     assert not told, "the weights were read first"
+
+
+async def test_an_unknown_architecture_is_told_before_what_else_is_missing(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = write_tiny_model(tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["Klingon"]}))
+    with pytest.raises(ModelError, match=r"Klingon.*know LlamaForCausalLM"):
+        async with open_engine(path):
+            pytest.fail("it opened")
 
 
 def test_a_pool_beyond_all_memory_is_refused() -> None:
