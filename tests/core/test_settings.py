@@ -73,7 +73,9 @@ def test_all_findings_come_together() -> None:
 
 def test_toml_types_are_not_guessed() -> None:
     assert findings({"layout": {"tp": "2"}}) == ("layout.tp must be an integer, not '2'",)
-    assert findings({"schedule": {"prefix_cache": 1}}) == ("schedule.prefix_cache must be true or false, not 1",)
+    assert findings({"schedule": {"prefix_cache": 1}}) == (
+        "schedule.prefix_cache must be true or false, not 1",
+    )
     assert findings({"layout": {"tp": True}}) == ("layout.tp must be an integer, not True",)
     assert findings({"model": {"name": 3}}) == ("model.name must be text or none, not 3",)
 
