@@ -1,6 +1,7 @@
 """`aserve serve` as a user starts it, reaches it, measures it and ends it."""
 
 import contextlib
+import gc
 import json
 import pathlib
 import re
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
+
+from aserve import cli
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +152,24 @@ def test_a_signal_before_it_is_ready_ends_with_a_line(place: str, number: signal
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr == f"aserve: ended by {number.name}\n"
     assert done.returncode == 128 + number
+
+
+def test_what_is_loaded_is_left_out_of_later_searches_for_garbage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from aserve.api import server
+
+    frozen: list[int] = []
+
+    async def serve(config: object, *, ready: Callable[[str], None], progress: object) -> None:
+        ready("http://x")
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(server, "serve", serve)
+    before = gc.get_freeze_count()
+    try:
+        assert cli.main(["serve", "./somewhere"]) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before + 1000
+    assert "serving ./somewhere at http://x" in capsys.readouterr().err
