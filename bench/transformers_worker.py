@@ -24,17 +24,14 @@ def seconds(model: transformers.PreTrainedModel, load: dict[str, int]) -> float:
     shape = (load["streams"], load["prompt_len"])
     ids = torch.randint(256, model.config.vocab_size, shape)
     started_s = time.perf_counter()
-    if load["output_len"] == 1:  # prefill alone: the forward pass up to the last row's logits
-        model(ids, logits_to_keep=1)
-    else:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=load["output_len"],
-            max_new_tokens=load["output_len"],
-            do_sample=False,
-            pad_token_id=0,
-        )
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=load["output_len"],
+        max_new_tokens=load["output_len"],
+        do_sample=False,
+        pad_token_id=0,
+    )
     return time.perf_counter() - started_s
 
 
