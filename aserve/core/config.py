@@ -33,7 +33,7 @@ class Layout(Struct, frozen=True):
 
 
 class Schedule(Struct, frozen=True):
-    step_tokens: int = 256  # rows computed in one step, prefill and decode together
+    step_tokens: int = 512  # rows computed in one step, prefill and decode together
     running_max: int = 64  # sequences with KV at once
     waiting_max: int = 512  # queued sequences beyond which a request gets 429
     prefix_cache: bool = True
