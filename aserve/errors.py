@@ -53,3 +53,31 @@ class Desync(AserveError):
         self.rank = rank
         self.step = step
         super().__init__(f"rank {rank} at step {step}: {message}")
+
+
+class PlaneError(AserveError):
+    """Ranks did not meet: the grid cannot go on as it is, and the leader starts it anew."""
+
+
+class PlaneMismatch(PlaneError):
+    """Two ranks made different calls where they should have made the same; `calls` names both."""
+
+    def __init__(self, *calls: str) -> None:
+        self.calls = calls
+        super().__init__("ranks made different calls: " + " but ".join(calls))
+
+
+class PlaneTimeout(PlaneError):
+    """Ranks that others waited for did not come; `missing` are their numbers."""
+
+    def __init__(self, missing: Iterable[int], message: str) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message)
+
+
+class RankDied(PlaneError):
+    """A rank's process or task ended by itself."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} died: {message}")

@@ -16,6 +16,8 @@ from aserve.errors import ConfigError
 
 DOTTED = re.compile(r"--([A-Za-z][\w-]*\.[\w.-]+)(=.*)?$", re.DOTALL)
 DEST = "setting "  # a prefix no other flag's name has
+# Keys that have a short flag in every command.
+SHORT = {"ranks.live": "--ranks", "layout.numerics": "--numerics"}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -75,7 +77,7 @@ def add_config_flags(
         section = setting.key.split(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(f"configuration: {section}")
-        short, metavar = aliases.get(setting.key, (None, _metavar(setting)))
+        short, metavar = aliases.get(setting.key, (SHORT.get(setting.key), _metavar(setting)))
         names = [f"--{setting.key}"] if short is None else [short, f"--{setting.key}"]
         groups[section].add_argument(
             *names, dest=DEST + setting.key, metavar=metavar, help=_help(setting)

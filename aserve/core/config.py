@@ -22,7 +22,7 @@ class Model(Struct, frozen=True):
 
 
 class Layout(Struct, frozen=True):
-    """How a model is split over ranks: world = pp * tp."""
+    """How a model is split over ranks: world = pp * tp; see `aserve.core.layout`."""
 
     tp: int = 1
     pp: int = 1
@@ -30,6 +30,20 @@ class Layout(Struct, frozen=True):
     cp: int = 1
     ep: int = 1
     moe_dp: int = 1
+    layers: tuple[int, ...] | None = None  # of each stage; None: even shares
+    cp_split: Literal["interleave", "zigzag"] = "interleave"
+    experts: Literal["gathered", "all_to_all"] = "gathered"
+    numerics: Literal["exact", "fast"] = "exact"
+
+
+class Ranks(Struct, frozen=True):
+    """Where ranks live, and how long one may keep the others waiting."""
+
+    live: Literal["auto", "inline", "thread", "process", "cluster"] = "auto"
+    layer_plane: Literal["auto", "shared_memory", "torch"] = "auto"  # between processes
+    plane_s: float = 10.0  # a rank that meets its peers later than this is absent
+    start_s: float = 600.0  # processes must have loaded and joined within this
+    restarts_max: int = 3  # of the grid, one after another without a step between
 
 
 class Schedule(Struct, frozen=True):
@@ -37,6 +51,8 @@ class Schedule(Struct, frozen=True):
     running_max: int = 64  # sequences with KV at once
     waiting_max: int = 512  # queued sequences beyond which a request gets 429
     prefix_cache: bool = True
+    overlap: int = 0  # plans in flight beyond one a pipeline stage
+    dynamic_chunks: bool = False  # size prompt chunks for equal time instead of equal length
 
 
 class Cache(Struct, frozen=True):
@@ -84,6 +100,7 @@ class Server(Struct, frozen=True):
 class Config(Struct, frozen=True):
     model: Model = Model()
     layout: Layout = Layout()
+    ranks: Ranks = Ranks()
     schedule: Schedule = Schedule()
     cache: Cache = Cache()
     compute: Compute = Compute()

@@ -1,6 +1,11 @@
 """Which rank is where: the arithmetic of a layout, for attention and for experts.
 
 world = pp * tp;  tp = dp * cp * attn_tp (attn_tp fastest) = moe_dp * ep * moe_tp (moe_tp fastest)
+
+Groups of ranks that meet in collectives, each in rank order: `attn_tp` share rows and split heads,
+`cp` split one attention group's rows, `rows` hold all rows of a stage once (dp x cp), `tp` is the
+stage, `moe_tp` split one expert, `ep` hold the experts once, `experts` is a whole copy of them
+(ep x moe_tp), `moe_dp` hold the same experts in different copies.
 """
 
 import msgspec
@@ -21,6 +26,20 @@ class Place(msgspec.Struct, frozen=True):
     moe_tp: int
 
 
+# For each group the axes on which its ranks differ; they agree on the others of the same kind.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attn_tp": ("attn_tp",),
+    "cp": ("cp",),
+    "rows": ("dp", "cp"),
+    "tp": ("dp", "cp", "attn_tp"),
+    "moe_tp": ("moe_tp",),
+    "ep": ("ep",),
+    "experts": ("ep", "moe_tp"),
+    "moe_dp": ("moe_dp",),
+}
+ATTENTION_AXES, EXPERT_AXES = ("dp", "cp", "attn_tp"), ("moe_dp", "ep", "moe_tp")
+
+
 class Grid:
     """The sizes of a layout's axes. Raises ConfigError with every finding if they do not divide."""
 
@@ -37,6 +56,7 @@ class Grid:
         self.ep = layout.ep
         self.moe_tp = layout.tp // (layout.moe_dp * layout.ep)
         self.world = layout.pp * layout.tp
+        self.layers = layout.layers
 
     def place(self, rank: int) -> Place:
         assert 0 <= rank < self.world, (rank, self.world)
@@ -55,16 +75,58 @@ class Grid:
         assert 0 <= attn_tp < self.attn_tp, attn_tp
         return ((pp * self.dp + dp) * self.cp + cp) * self.attn_tp + attn_tp
 
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks, in order, that meet `rank` in collectives of this name (a key of GROUPS)."""
+        differ, place = GROUPS[name], self.place(rank)
+        axes = ATTENTION_AXES if set(differ) <= set(ATTENTION_AXES) else EXPERT_AXES
+        same = [axis for axis in ("pp", *axes) if axis not in differ]
+        return tuple(
+            other
+            for other in range(place.pp * self.tp, (place.pp + 1) * self.tp)
+            if all(getattr(self.place(other), axis) == getattr(place, axis) for axis in same)
+        )
+
+    def leader(self, dp: int) -> int:
+        """The rank that draws and reports results for an attention-DP group: on the last stage."""
+        return self.rank(self.pp - 1, dp, 0, 0)
+
+    def stage(self, n_layers: int, pp: int) -> range:
+        """Global layer indices of a stage. Raises ConfigError if the layers do not fill it.
+
+        By default shares differ by one layer, the last stages having more.
+        """
+        shares = self.layers
+        if shares is None:
+            if self.pp > n_layers:
+                raise ConfigError(
+                    f"{n_layers} layers do not fill layout.pp = {self.pp} stages; use at most "
+                    f"--layout.pp {n_layers}"
+                )
+            least, more = divmod(n_layers, self.pp)
+            shares = (least,) * (self.pp - more) + (least + 1,) * more
+        elif sum(shares) != n_layers:
+            raise ConfigError(
+                f"layout.layers = {','.join(map(str, shares))} are {sum(shares)} layers, the model "
+                f"has {n_layers}"
+            )
+        start = sum(shares[:pp])
+        return range(start, start + shares[pp])
+
 
 def findings(layout: Layout) -> tuple[str, ...]:
     """What is wrong with a layout, each with values that would do."""
     found = [
-        f"layout.{name} is {size}, at least 1"
-        for name, size in msgspec.structs.asdict(layout).items()
-        if size < 1
+        f"layout.{name} is {getattr(layout, name)}, at least 1"
+        for name in ("tp", "pp", "dp", "cp", "ep", "moe_dp")
+        if getattr(layout, name) < 1
     ]
     if found:
         return tuple(found)
+    if layout.layers is not None and len(layout.layers) != layout.pp:
+        found.append(
+            f"layout.layers names {len(layout.layers)} stages, layout.pp is {layout.pp}: give one "
+            "number of layers a stage"
+        )
     for first, second in (("dp", "cp"), ("moe_dp", "ep")):
         sizes = getattr(layout, first), getattr(layout, second)
         if layout.tp % (sizes[0] * sizes[1]):

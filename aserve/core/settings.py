@@ -29,10 +29,21 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "layout.cp": (1, 1 << 16, "ranks that share a prompt's rows, inside tp"),
     "layout.ep": (1, 1 << 16, "ranks that share the experts, inside tp"),
     "layout.moe_dp": (1, 1 << 16, "copies of the experts, inside tp"),
+    "layout.layers": (1, 1 << 16, "layers of each stage, such as 10,12,8; default: even shares"),
+    "layout.cp_split": (None, None, "which of a prompt's rows go to which of the cp ranks"),
+    "layout.experts": (None, None, "rows go to experts by all-to-all, or all are gathered"),
+    "layout.numerics": (None, None, "exact: the bits of one rank; fast: sums may be reordered"),
+    "ranks.live": (None, None, "auto: threads for up to 4 ranks, else processes"),
+    "ranks.layer_plane": (None, None, "what carries sums between processes of one host"),
+    "ranks.plane_s": (0.01, 3600.0, "a rank that keeps its peers waiting longer is absent"),
+    "ranks.start_s": (0.1, SECONDS_MAX, "time for all ranks to load and join"),
+    "ranks.restarts_max": (0, 1000, "restarts of the ranks without a step in between"),
     "schedule.step_tokens": (1, 1 << 20, "rows computed in one step, at least a page"),
     "schedule.running_max": (1, 1 << 16, "sequences that hold KV at once"),
     "schedule.waiting_max": (1, 1 << 20, "queued sequences; beyond it requests get 429"),
     "schedule.prefix_cache": (None, None, "keep and share the KV of common prefixes"),
+    "schedule.overlap": (0, 64, "plans in flight beyond one a pipeline stage"),
+    "schedule.dynamic_chunks": (None, None, "size prompt chunks for equal time (pp > 1)"),
     "cache.page_size": (1, 1024, "tokens of one KV page"),
     "cache.kv_tokens": (1, 1 << 31, "size of the KV pool; default: a share of free memory"),
     "cache.kv_mib_max": (1, 1 << 24, "bound on the default size of the KV pool, in MiB"),
@@ -123,6 +134,8 @@ def _type_text(hint: Any) -> str:
         return " | ".join(map(str, get_args(hint)))
     if hint is type(None):
         return "none"
+    if get_origin(hint) is tuple:
+        return "list of int"
     if get_args(hint):
         return " | ".join(_type_text(part) for part in get_args(hint))
     return str(hint.__name__)
@@ -135,6 +148,8 @@ def _wanted(hint: Any) -> str:
     """`_type_text` in words."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return "integers, such as 10,12,8"
     if get_args(hint):
         return " or ".join(_wanted(part) for part in get_args(hint))
     return WORDS.get(hint, "none")
@@ -182,8 +197,11 @@ def _parse(key: str, text: str, hint: Any, values: dict[str, Any], found: list[s
     if optional:
         hint = Union[tuple(part for part in get_args(hint) if part is not type(None))]  # noqa: UP007
     lenient = hint in (int, float, bool)
+    value: Any = text.strip().lower() if lenient else text
+    if get_origin(hint) is tuple:
+        value = [part.strip() for part in text.split(",")]
     try:
-        values[key] = msgspec.convert(text.strip().lower() if lenient else text, hint, strict=False)
+        values[key] = msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError:
         found.append(f"{key} must be {_wanted(hint)}, not {text!r}")
 
@@ -209,8 +227,9 @@ def _range_findings(config: Config) -> list[str]:
         value = getattr(getattr(config, section), name)
         if least is None or most is None or value is None:
             continue
-        if not least <= value <= most:  # also refuses NaN
-            found.append(f"{key} is {value}, it must be from {least} to {most}")
+        for one in value if isinstance(value, tuple) else (value,):
+            if not least <= one <= most:  # also refuses NaN
+                found.append(f"{key} is {one}, it must be from {least} to {most}")
     page_size, kv_tokens = config.cache.page_size, config.cache.kv_tokens
     if config.schedule.step_tokens < page_size:
         found.append(

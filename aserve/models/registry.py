@@ -11,7 +11,7 @@ import torch
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.errors import ConfigError, ModelError
+from aserve.errors import ModelError
 from aserve.models import dense, mixture
 from aserve.models.decoder import MlpOf, Model
 from aserve.models.fetch import Progress
@@ -70,7 +70,7 @@ def load_model(
     with _open(pathlib.Path(path)) as (config, source):
         spec = _spec(config, source, DTYPES.get(dtype) or auto_dtype(source))
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
-        whole, part, stage = Checklist(), Checklist(), stage_of(spec.layers, layout, rank)
+        whole, part, stage = Checklist(), Checklist(), _stage(spec.layers, layout, rank)
         Model(spec, whole, ops, mlp_of)
         whole.check(source)
         Model(spec, part, ops, mlp_of, stage)
@@ -89,12 +89,9 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def stage_of(layers: int, layout: Layout, rank: int) -> range:
-    """The layers of a rank's pipeline stage, by global index; shares differ by one at most."""
-    pp, stage = layout.pp, Grid(layout).place(rank).pp
-    if pp > layers:
-        raise ConfigError(f"{layers} layers do not fill layout.pp = {pp} stages")
-    return range(layers * stage // pp, layers * (stage + 1) // pp)
+def _stage(n_layers: int, layout: Layout, rank: int) -> range:
+    grid = Grid(layout)
+    return grid.stage(n_layers, grid.place(rank).pp)
 
 
 @contextlib.contextmanager

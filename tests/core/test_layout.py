@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.core.config import Layout
-from aserve.core.layout import Grid, findings
+from aserve.core.layout import GROUPS, Grid, findings
 from aserve.errors import ConfigError
 
 sizes = st.integers(1, 4)
@@ -48,3 +48,55 @@ def test_sizes_below_one_are_named() -> None:
         "layout.tp is 0, at least 1",
         "layout.cp is -1, at least 1",
     )
+
+
+@given(pp=sizes, dp=sizes, cp=sizes, attn_tp=sizes, moe_dp=sizes, ep=sizes)
+def test_groups_cover_a_stage_once_and_agree_on_their_members(
+    pp: int, dp: int, cp: int, attn_tp: int, moe_dp: int, ep: int
+) -> None:
+    tp = dp * cp * attn_tp
+    if tp % (moe_dp * ep):
+        return
+    grid = Grid(Layout(pp=pp, tp=tp, dp=dp, cp=cp, moe_dp=moe_dp, ep=ep))
+    lengths = {
+        **{"attn_tp": attn_tp, "cp": cp, "rows": dp * cp, "tp": tp, "ep": ep, "moe_dp": moe_dp},
+        **{"moe_tp": grid.moe_tp, "experts": ep * grid.moe_tp},
+    }
+    assert lengths.keys() == GROUPS.keys()
+    for name, length in lengths.items():
+        met: list[int] = []
+        for rank in range(grid.world):
+            group = grid.group(name, rank)
+            assert len(group) == length
+            assert rank in group
+            assert all(grid.group(name, other) == group for other in group)
+            assert len({other // tp for other in group}) == 1
+            met += group[:1] if rank == group[0] else ()
+        assert len(met) * length == grid.world
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_stages_are_the_layers_in_order(n_layers: int, pp: int) -> None:
+    grid = Grid(Layout(pp=pp, tp=2))
+    if pp > n_layers:
+        with pytest.raises(ConfigError, match="do not fill"):
+            grid.stage(n_layers, 0)
+        return
+    stages = [grid.stage(n_layers, at) for at in range(pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(n_layers))
+    shares = list(map(len, stages))
+    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares)
+
+
+def test_an_explicit_partition_is_taken_and_checked() -> None:
+    grid = Grid(Layout(pp=3, layers=(10, 12, 8)))
+    assert [grid.stage(30, at) for at in range(3)] == [range(10), range(10, 22), range(22, 30)]
+    with pytest.raises(ConfigError, match="10,12,8 are 30 layers, the model has 31"):
+        grid.stage(31, 0)
+    assert "names 3 stages, layout.pp is 2" in findings(Layout(pp=2, layers=(1, 2, 3)))[0]
+
+
+def test_each_attention_group_has_its_leader_on_the_last_stage() -> None:
+    grid = Grid(Layout(pp=3, tp=8, dp=2, cp=2))
+    assert [grid.leader(dp) for dp in range(2)] == [16, 20]

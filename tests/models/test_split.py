@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aserve.core.config import Layout
 from aserve.errors import ConfigError
 from aserve.models.decoder import row_blocks
-from aserve.models.registry import load_model, stage_of
+from aserve.models.registry import load_model
 from aserve.models.split import WHOLE, Split, share, slice_for
 from aserve.models.weights.loader import Checklist, Matrix, Reader
 from aserve.models.weights.safetensors import open_safetensors
@@ -85,18 +85,6 @@ def test_units_are_never_cut() -> None:
 )
 def test_row_blocks_are_whole_tiles(k: int, blocks: int) -> None:
     assert row_blocks(k) == blocks
-
-
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_stages_are_the_layers_in_order(layers: int, pp: int) -> None:
-    layout = Layout(pp=pp, tp=2)
-    if pp > layers:
-        with pytest.raises(ConfigError, match="do not fill"):
-            stage_of(layers, layout, 0)
-        return
-    stages = [stage_of(layers, layout, 2 * rank + 1) for rank in range(pp)]
-    assert [layer for stage in stages for layer in stage] == list(range(layers))
-    assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "mixtral"])

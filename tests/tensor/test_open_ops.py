@@ -122,11 +122,14 @@ def test_silly_thread_counts_are_refused(threads: int) -> None:
 def test_one_rank_is_the_identity_with_checks() -> None:
     group, x = OneRank(), torch.randn(3, 2)
     assert (group.rank, group.size) == (0, 1)
-    assert group.all_reduce(x) is x
-    assert group.all_gather(x) is x
-    assert group.reduce_scatter(x, [3]) is x
-    assert group.all_to_all(x, [3]) == (x, (3,))
-    with pytest.raises(ValueError, match="2 rows"):
-        group.reduce_scatter(x, [2])
+    assert group.all_gather(x, [3]) is x
+    assert group.all_to_all(x, [3], [3]) is x
+    total = (x[0] + x[1]) + x[2]
+    assert torch.equal(group.all_reduce(x), total)
+    assert torch.equal(group.reduce_scatter(x, [2]), total)
+    with pytest.raises(ValueError, match="3 rows, the tensor has 2"):
+        group.all_gather(x[:2], [3])
     with pytest.raises(ValueError, match="one rank"):
-        group.all_to_all(x, [1, 2])
+        group.all_to_all(x, [1, 2], [3])
+    with pytest.raises(ValueError, match="bfloat16"):
+        group.all_reduce(x.bfloat16())
