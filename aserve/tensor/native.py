@@ -67,6 +67,13 @@ class NativeOps:
         _native.linear(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
 
+    def linear_parts(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
+        assert isinstance(weight, NativeLinear)
+        m, k = _matrix("x", x_TK)
+        out = _empty((weight.row_blocks, m, weight.n))
+        _native.linear_parts(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
+        return out
+
     def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
         if ids_T.dtype is not _I64 or not ids_T.is_contiguous():
             ids_T = ids_T.to(_I64).contiguous()

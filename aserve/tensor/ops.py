@@ -60,7 +60,15 @@ class Ops(Protocol):
         from zero, added left to right: what a row-parallel split over b ranks would give."""
         ...
 
-    def linear(self, x_TK: Tensor, weight: Linear) -> Tensor: ...
+    def linear(self, x_TK: Tensor, weight: Linear) -> Tensor:
+        """[T, K] -> [T, N]. Bit for bit `sum_blocks(linear_parts(x)) + bias`."""
+        ...
+
+    def linear_parts(self, x_TK: Tensor, weight: Linear) -> Tensor:
+        """[T, K] -> [row_blocks, T, N]: the sum over each row block, from zero and without the
+        bias. Packed alone, with its columns of x, a block gives the same bits; so blocks may be
+        split over ranks, and `Collective.all_reduce` of all of them is what one rank gives."""
+        ...
 
     def embed(self, table_VH: Tensor | Linear, ids_T: Tensor) -> Tensor:
         """Rows of the table, widened to float32. Ids are int64 or int32. A packed weight will do as

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from aserve.tensor.collective import sum_blocks
 from aserve.tensor.ops import Attend, KvLayer
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
@@ -55,6 +56,11 @@ class ReferenceOps:
 
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, ReferenceLinear)
+        out = sum_blocks(self.linear_parts(x_TK, weight))
+        return out if weight.bias_N is None else out + weight.bias_N.to(out.dtype)
+
+    def linear_parts(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
         if x_TK.shape[1] != weight.k:
             raise ValueError(f"x has {x_TK.shape[1]} columns, the weight {weight.k}")
         dtype = x_TK.dtype
@@ -62,12 +68,11 @@ class ReferenceOps:
             x_TK = x_TK.bfloat16()
         x_TK = x_TK.to(weight.weight_NK.dtype)
         step = weight.k // weight.row_blocks
-        out = x_TK[:, :step] @ weight.weight_NK[:, :step].T
-        for start in range(step, weight.k, step):
-            out += x_TK[:, start : start + step] @ weight.weight_NK[:, start : start + step].T
-        if weight.bias_N is not None:
-            out += weight.bias_N
-        return out.to(dtype)
+        parts = x_TK.new_empty(weight.row_blocks, len(x_TK), weight.n)
+        for part, start in zip(parts, range(0, weight.k, step), strict=True):
+            columns = slice(start, start + step)
+            torch.matmul(x_TK[:, columns], weight.weight_NK[:, columns].T, out=part)
+        return parts.to(dtype)
 
     def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
         if isinstance(table_VH, ReferenceLinear):

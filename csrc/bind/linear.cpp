@@ -44,14 +44,26 @@ std::unique_ptr<Packed> pack(Team& team, bool is_bf16, Address source, int64_t n
   return packed;
 }
 
-void run_linear(Team& team, const Packed& packed, Address x, int64_t m, int64_t k, Address y) {
-  const Weight& w = packed.weight;
+void require_columns(const Weight& w, int64_t k) {
   if (k != w.k) {
     throw py::value_error("x has " + std::to_string(k) + " columns, the weight " +
                           std::to_string(w.k));
   }
+}
+
+void run_linear(Team& team, const Packed& packed, Address x, int64_t m, int64_t k, Address y) {
+  const Weight& w = packed.weight;
+  require_columns(w, k);
   unlocked(m * w.n * w.k / 16,
            [&] { linear(team, w, at<const float>(x), m, at<float>(y)); });
+}
+
+void run_linear_parts(Team& team, const Packed& packed, Address x, int64_t m, int64_t k,
+                      Address parts) {
+  const Weight& w = packed.weight;
+  require_columns(w, k);
+  unlocked(m * w.n * w.k / 16,
+           [&] { linear_parts(team, w, at<const float>(x), m, at<float>(parts)); });
 }
 
 void run_embed(const Packed& packed, Address ids, int64_t rows, Address out) {
@@ -74,6 +86,7 @@ void bind_linear(py::module_& module) {
       .def_property_readonly("nbytes", &Packed::nbytes);
   module.def("pack", &pack);
   module.def("linear", &run_linear);
+  module.def("linear_parts", &run_linear_parts);
   module.def("embed_packed", &run_embed);
 }
 

@@ -30,6 +30,7 @@ struct Shape {
   int64_t k_tiles;     // of all row blocks
   const char* rows;    // packed: [m / 16][k_tiles][16 rows][32]
   float* y;
+  int64_t part_step;  // floats from the sums of a row block to the next; 0: they are added up
 
   const char* row_tile(int64_t i) const { return rows + i * k_tiles * tile_bytes; }
   const char* weight_block(int64_t i) const {
@@ -57,18 +58,20 @@ static void pack_rows(const Shape& s, const float* x, int64_t tile, char* to) {
   }
 }
 
-// Adds a stored tile to y: the first row block sets, later ones add, the last adds the bias.
+// Adds a stored tile to y: the first row block sets, later ones add, the last adds the bias. Kept
+// apart, every row block sets its own y.
 static void settle(const Shape& s, const float* tile, int64_t row, int64_t rows, int64_t column,
                    int64_t part) {
   const Weight& w = *s.w;
   const int64_t n = std::min<int64_t>(16, w.n - column);
   const auto mask = static_cast<__mmask16>((1 << n) - 1);
-  const bool last = part + 1 == w.row_blocks && w.bias != nullptr;
+  const bool adds = part > 0 && s.part_step == 0;
+  const bool last = part + 1 == w.row_blocks && w.bias != nullptr && s.part_step == 0;
   const __m512 bias = last ? _mm512_maskz_loadu_ps(mask, w.bias + column) : _mm512_setzero_ps();
   for (int64_t r = 0; r < rows; ++r) {
-    float* to = s.y + (row + r) * w.n + column;
+    float* to = s.y + part * s.part_step + (row + r) * w.n + column;
     __m512 value = _mm512_load_ps(tile + r * 16);
-    if (part > 0) value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), value);
+    if (adds) value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), value);
     if (last) value = _mm512_add_ps(value, bias);
     _mm512_mask_storeu_ps(to, mask, value);
   }
@@ -77,8 +80,9 @@ static void settle(const Shape& s, const float* tile, int64_t row, int64_t rows,
 template <int T>
 static inline void put(const Shape& s, int64_t row, int64_t rows, int64_t column, int64_t part) {
   const Weight& w = *s.w;
-  if (w.row_blocks == 1 && w.bias == nullptr && column + 16 <= w.n) {
-    tile_store<T>(s.y + row * w.n + column, w.n * 4);
+  const bool as_is = s.part_step != 0 || (w.row_blocks == 1 && w.bias == nullptr);
+  if (as_is && column + 16 <= w.n) {
+    tile_store<T>(s.y + part * s.part_step + row * w.n + column, w.n * 4);
     return;
   }
   alignas(64) float tile[256];
@@ -173,11 +177,12 @@ static void run_task(const Shape& s, int64_t row_begin, int64_t row_end, int64_t
 
 }  // namespace
 
-void amx_linear(Team& team, const Weight& w, const float* x, int64_t m, float* y) {
+void amx_linear(Team& team, const Weight& w, const float* x, int64_t m, float* y,
+                int64_t part_step) {
   const int64_t part_tiles = w.k_block_pad / 32, k_tiles = part_tiles * w.row_blocks;
   const int64_t row_tiles = ceil_div(m, 16);
   char* rows = static_cast<char*>(thread_scratch(scratch_rows, row_tiles * k_tiles * tile_bytes));
-  const Shape s{&w, m, part_tiles, k_tiles, rows, y};
+  const Shape s{&w, m, part_tiles, k_tiles, rows, y, part_step};
   const auto pack = [&](int64_t tile) { pack_rows(s, x, tile, rows); };
   if (m * w.k <= 32768) {  // done before another thread is awake
     for (int64_t tile = 0; tile < row_tiles; ++tile) pack(tile);

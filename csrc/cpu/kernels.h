@@ -19,9 +19,10 @@ struct AttentionTask {
 };
 
 struct Kernels {
-  // y[rows, n_begin..n_end) for 16-wide blocks [block_begin, block_end) of the weight.
+  // y[rows, n_begin..n_end) for 16-wide blocks [block_begin, block_end) of the weight. With a
+  // part_step, that of each row block instead, so many floats after the one before.
   void (*linear)(const Weight&, const float* x, int64_t rows, int64_t block_begin,
-                 int64_t block_end, float* y);
+                 int64_t block_end, float* y, int64_t part_step);
   // x -> x rounded to bfloat16 and widened again.
   void (*round_bf16)(const float* x, int64_t n, float* y);
   void (*attention)(const AttentionTask&);
@@ -40,7 +41,8 @@ extern const Kernels kernels_avx512;
 const Kernels& kernels();
 
 // AMX, for bfloat16 only.
-void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y);
+void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y,
+                int64_t part_step);
 bool amx_attention_fits(const Attention& call);
 void amx_attention(const AttentionTask& task);
 

@@ -66,10 +66,14 @@ void unpack_row(const Weight& w, int64_t id, float* row) {
   }
 }
 
-void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y) {
+namespace {
+
+void run(Team& team, const Weight& w, const float* x, int64_t m, float* y, int64_t part_step) {
   if (m == 0) return;
 #if defined(__x86_64__)
-  if (w.type == Type::bf16 && level() == Level::amx) return amx_linear(team, w, x, m, y);
+  if (w.type == Type::bf16 && level() == Level::amx) {
+    return amx_linear(team, w, x, m, y, part_step);
+  }
 #endif
   const Kernels& k = kernels();
   if (w.type == Type::bf16) {
@@ -88,8 +92,18 @@ void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y) {
   team.run(row_tasks * block_tasks, [&](int64_t i) {
     const int64_t row = i % row_tasks * rows_task, block = i / row_tasks * blocks_task;
     k.linear(w, x + row * w.k, std::min(rows_task, m - row), block,
-             std::min(block + blocks_task, w.n_blocks()), y + row * w.n);
+             std::min(block + blocks_task, w.n_blocks()), y + row * w.n, part_step);
   });
+}
+
+}  // namespace
+
+void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y) {
+  run(team, w, x, m, y, 0);
+}
+
+void linear_parts(Team& team, const Weight& w, const float* x, int64_t m, float* parts) {
+  run(team, w, x, m, parts, m * w.n);
 }
 
 }  // namespace aserve

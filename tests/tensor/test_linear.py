@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from aserve.tensor.collective import sum_blocks
 from aserve.tensor.native import NativeOps
 from aserve.tensor.reference import ReferenceOps
 
@@ -75,8 +76,49 @@ def test_row_blocks_are_partial_sums_added_left_to_right(ops: NativeOps) -> None
     assert torch.equal(whole, parts[0] + parts[1] + parts[2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k", "row_blocks"), SHAPES)
+def test_linear_is_the_sum_of_its_parts_and_the_bias(
+    ops: NativeOps, n: int, k: int, row_blocks: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(n * k)
+    weight, bias = torch.randn(n, k).to(dtype), torch.randn(n)
+    twin = ReferenceOps()
+    expected = twin.pack(weight, bias, row_blocks)
+    for bias_or_none in (None, bias):
+        packed = ops.pack(weight, bias_or_none, row_blocks)
+        for rows in (1, 5, 16, 37):
+            x = torch.randn(rows, k)
+            parts = ops.linear_parts(x, packed)
+            assert parts.shape == (row_blocks, rows, n)
+            assert relative_error(parts, twin.linear_parts(x, expected)) < 1e-5
+            total = sum_blocks(parts)
+            assert torch.equal(
+                ops.linear(x, packed), total if bias_or_none is None else total + bias
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_split_over_ranks_have_the_bits_of_one(ops: NativeOps, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(50, 120).to(dtype), torch.randn(50), torch.randn(35, 120)
+    whole = ops.linear_parts(x, ops.pack(weight, bias, 6))
+    for ranks in (2, 3, 6):
+        width = 120 // ranks
+        split = [
+            ops.linear_parts(
+                x[:, at : at + width].contiguous(),
+                ops.pack(weight[:, at : at + width], row_blocks=6 // ranks),
+            )
+            for at in range(0, 120, width)
+        ]
+        assert torch.equal(torch.cat(split), whole)
+
+
 def test_no_rows_give_no_rows(ops: NativeOps) -> None:
-    assert ops.linear(torch.empty(0, 8), ops.pack(torch.randn(3, 8))).shape == (0, 3)
+    packed = ops.pack(torch.randn(3, 8), row_blocks=2)
+    assert ops.linear(torch.empty(0, 8), packed).shape == (0, 3)
+    assert ops.linear_parts(torch.empty(0, 8), packed).shape == (2, 0, 3)
 
 
 def test_weight_may_be_a_strided_view(ops: NativeOps) -> None:
@@ -107,6 +149,8 @@ def test_misfits_are_refused(ops: NativeOps) -> None:
     packed = ops.pack(torch.randn(4, 6))
     with pytest.raises(ValueError, match="5 columns"):
         ops.linear(torch.randn(2, 5), packed)
+    with pytest.raises(ValueError, match="5 columns"):
+        ops.linear_parts(torch.randn(2, 5), packed)
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(torch.randn(6, 2).T, packed)
     with pytest.raises(ValueError, match="float64"):

@@ -1,4 +1,5 @@
-// y[m, n] = x[m, k] w[n, k]^T + bias, with w packed once. Bits of a row do not depend on m.
+// y[m, n] = x[m, k] w[n, k]^T + bias, with w packed once. Bits of a row do not depend on m. Row blocks
+// are added left to right and the bias last, so that their sums may be taken elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,9 @@ Weight weight_shape(Type type, int64_t n, int64_t k, int64_t row_blocks);
 // `source` is [n, k], rows contiguous; `packed` has packed_bytes(), 64-byte aligned.
 void pack_weight(Team& team, const Weight& shape, const void* source, void* packed);
 void linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y);
+
+// parts[row block, m, n]: the sum over each row block alone, without the bias.
+void linear_parts(Team& team, const Weight& weight, const float* x, int64_t m, float* parts);
 // Row `id` of the weight as float32 [k].
 void unpack_row(const Weight& weight, int64_t id, float* row);
 
