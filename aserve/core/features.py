@@ -37,6 +37,9 @@ class Feature(StrEnum):
     CP = "context parallelism"
     EP = "expert parallelism"
     MOE_DP = "data-parallel experts"
+    EXACT = "exact numerics"
+    OVERLAP = "overlapped steps"
+    DYNAMIC_CHUNKS = "dynamic chunks"
     SPECULATION = "speculative decoding"
     DISAGGREGATION = "prefill/decode disaggregation"
 
@@ -101,20 +104,15 @@ SET_BY: dict[Feature, str] = {
     Feature.CP: "layout.cp",
     Feature.EP: "layout.ep",
     Feature.MOE_DP: "layout.moe_dp",
+    Feature.EXACT: "layout.numerics",
+    Feature.OVERLAP: "schedule.overlap",
+    Feature.DYNAMIC_CHUNKS: "schedule.dynamic_chunks",
     Feature.SPECULATION: "",
     Feature.DISAGGREGATION: "",
 }
 
-ONE_RANK = "this release runs one rank"
-
 # Not in this release, and why.
 ABSENT: dict[Feature, str] = {
-    Feature.TP: f"{ONE_RANK}; the layer plane's collectives are not built",
-    Feature.PP: f"{ONE_RANK}; the hidden plane connects no stages",
-    Feature.DP: f"{ONE_RANK}; the planner makes a batch per group, nobody computes more than one",
-    Feature.CP: f"{ONE_RANK}; attention does not gather a sequence that is spread over ranks",
-    Feature.EP: f"{ONE_RANK}; every expert is computed where its tokens are",
-    Feature.MOE_DP: f"{ONE_RANK}; every expert is computed where its tokens are",
     Feature.SPECULATION: "no drafter is built; plans, results and noise allow for one",
     Feature.DISAGGREGATION: "no KV plane is built; plans allow for sending pages",
 }
@@ -135,6 +133,28 @@ RULES: tuple[Rule, ...] = (
         Feature.PREFIX_CACHE,
         why="choices after the first wait for the prompt's pages and share them",
     ),
+    imply(
+        Feature.EXACT,
+        Feature.TP,
+        why="partial sums of fixed blocks are added in one order, whoever holds them: one rank's "
+        "bits, where the blocks divide",
+    ),
+    imply(
+        Feature.CP,
+        Feature.CHUNKED_PREFILL,
+        why="ranks share the rows of a chunk; a decode row is one rank's",
+    ),
+    imply(
+        Feature.OVERLAP,
+        Feature.PP,
+        why="so many plans are in flight beyond one a stage",
+    ),
+    require(
+        Feature.DYNAMIC_CHUNKS,
+        Feature.PP,
+        why="chunks of equal time are for stages that would wait for each other; one stage never "
+        "waits (layout.pp of 2 or more)",
+    ),
 )
 
 # Features that a configuration switches on; requests ask for the others.
@@ -147,6 +167,9 @@ ASKED: dict[Feature, Callable[[Config], bool]] = {
     Feature.CP: lambda config: config.layout.cp > 1,
     Feature.EP: lambda config: config.layout.ep > 1,
     Feature.MOE_DP: lambda config: config.layout.moe_dp > 1,
+    Feature.EXACT: lambda config: config.layout.numerics == "exact",
+    Feature.OVERLAP: lambda config: config.schedule.overlap > 0,
+    Feature.DYNAMIC_CHUNKS: lambda config: config.schedule.dynamic_chunks,
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from aserve.core import features
-from aserve.core.config import Config, Layout
+from aserve.core.config import Config, Layout, Schedule
 from aserve.core.features import ABSENT, ASKED, RULES, SET_BY, Feature, explain, matrix, rows
 from aserve.core.settings import describe
 
@@ -13,20 +13,33 @@ def test_the_defaults_start() -> None:
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp", "ep", "moe_dp"])
-def test_more_than_one_rank_is_refused_with_the_key_and_a_reason(axis: str) -> None:
-    layout = Layout(**{"tp": 2, axis: 2})
-    found = [str(finding) for finding in explain(Config(layout=layout))]
-    assert any(text.startswith(f"layout.{axis}: ") and "one rank" in text for text in found)
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_every_axis_starts_alone(axis: str, numerics: str) -> None:
+    layout = Layout(**{"tp": 2, axis: 2, "numerics": numerics})
+    assert explain(Config(layout=layout, schedule=Schedule(overlap=1))) == ()
+
+
+def test_all_axes_start_together() -> None:
+    layout = Layout(tp=8, pp=2, dp=2, cp=2, ep=2, moe_dp=2, cp_split="zigzag")
+    schedule = Schedule(dynamic_chunks=True, overlap=2)
+    assert explain(Config(layout=layout, schedule=schedule)) == ()
+
+
+def test_chunks_of_equal_time_need_stages_that_could_wait() -> None:
+    [finding] = explain(Config(schedule=Schedule(dynamic_chunks=True)))
+    assert finding.features == (Feature.DYNAMIC_CHUNKS, Feature.PP)
+    assert finding.text.startswith("schedule.dynamic_chunks needs layout.pp: ")
 
 
 def test_all_findings_come_together() -> None:
-    found = explain(Config(layout=Layout(tp=4, pp=2, dp=3)))
-    assert [finding.features for finding in found] == [
-        (Feature.TP,),
-        (Feature.PP,),
-        (Feature.DP,),
-        (),
-    ]
+    config = Config(layout=Layout(tp=4, dp=3, ep=3), schedule=Schedule(dynamic_chunks=True))
+    found = [finding.features for finding in explain(config)]
+    assert found == [(Feature.DYNAMIC_CHUNKS, Feature.PP), (), ()]
+
+
+def test_nothing_that_works_refuses_another() -> None:
+    """A forbid row is a debt; there is none."""
+    assert [rule for rule in RULES if rule.kind == "forbid"] == []
 
 
 def test_every_feature_has_a_row() -> None:
@@ -73,4 +86,5 @@ def test_the_matrix_has_a_line_for_each_feature() -> None:
     lines = matrix().splitlines()
     assert len(lines) == len(Feature) + 2
     assert all(line.count(" | ") == lines[0].count(" | ") for line in lines[2:])
-    assert any("tensor parallelism | no: this release runs one rank" in line for line in lines)
+    assert any("tensor parallelism | yes | all that works" in line for line in lines)
+    assert any("speculative decoding | no: no drafter is built" in line for line in lines)
