@@ -47,6 +47,7 @@ class Grid:
         wrong = findings(layout)
         if wrong:
             raise ConfigError(wrong)
+        self.layout = layout
         self.pp = layout.pp
         self.tp = layout.tp
         self.dp = layout.dp
