@@ -233,6 +233,7 @@ class NativeOps:
             (
                 sequences,
                 _indices("row_start", attend.row_start_M, sequences + 1),
+                _indices("positions", attend.positions_T, rows),
                 _indices("kv_len", attend.kv_len_N, sequences),
                 table.data_ptr(),
                 pages_max,

@@ -41,15 +41,16 @@ class KvLayer:
 class Attend:
     """Who sees what in one step. All int32; rows in plan order, N sequences.
 
-    Sequence n owns rows `row_start_M[n]:row_start_M[n + 1]`; its row i stands at position
-    `kv_len_N[n] - n_rows + i` and sees every key up to itself, this step's included.
+    Sequence n owns rows `row_start_M[n]:row_start_M[n + 1]`, maybe none. Row t stands at position
+    `positions_T[t]` and sees every key of its sequence up to there, this step's included. Positions
+    of a sequence ascend; they need not be consecutive, as under context parallelism.
     """
 
-    slots_T: Tensor  # page * page_size + offset that takes each row's KV
-    positions_T: Tensor
+    slots_T: Tensor  # page * page_size + offset for `kv_append`: of these rows, or of more
+    positions_T: Tensor  # one a row of q, below kv_len
     page_table_NP: Tensor  # page ids, padded with 0
     row_start_M: Tensor  # N + 1 entries
-    kv_len_N: Tensor  # KV length with this step's rows
+    kv_len_N: Tensor  # KV length in the pool, with this step's rows on all ranks
 
 
 class Ops(Protocol):
@@ -106,7 +107,7 @@ class Ops(Protocol):
         ...
 
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
-        """Causal softmax(q k^T * scale) v over each sequence's pages: [T, H, D]."""
+        """softmax(q k^T * scale) v over the keys in its pages that a row sees: [T, H, D]."""
         ...
 
 

@@ -131,13 +131,13 @@ class ReferenceOps:
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
         out = torch.empty_like(q_THD)
         row_start = attend.row_start_M.tolist()
-        for n, kv_len in enumerate(attend.kv_len_N.tolist()):
+        for n, pages_P in enumerate(attend.page_table_NP):
             rows = slice(row_start[n], row_start[n + 1])
-            n_rows = rows.stop - rows.start
-            if n_rows == 0:
+            if rows.start == rows.stop:
                 continue
-            k, v = self._sequence_kv(kv, attend.page_table_NP[n], kv_len)
-            out[rows] = _attend_one(q_THD[rows], k, v, scale)
+            position_R = attend.positions_T[rows].long()
+            k, v = self._sequence_kv(kv, pages_P, int(position_R[-1]) + 1)
+            out[rows] = _attend_one(q_THD[rows], k, v, position_R, scale)
         return out
 
     def _sequence_kv(self, kv: KvLayer, pages_P: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -147,16 +147,17 @@ class ReferenceOps:
         return self.kv_gather(kv, slots)
 
 
-def _attend_one(q_RHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float) -> Tensor:
-    """One sequence: its last R positions over all L keys."""
-    n_rows, heads, _ = q_RHD.shape
+def _attend_one(
+    q_RHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, position_R: Tensor, scale: float
+) -> Tensor:
+    """One sequence: rows at some positions over the keys up to the last of them."""
+    heads = q_RHD.shape[1]
     kv_len, kv_heads, _ = k_LGD.shape
     if k_LGD.dtype == torch.bfloat16:  # as the native kernel does; sums stay in float32
         q_RHD = q_RHD.bfloat16().to(q_RHD.dtype)
     k_LHD = k_LGD.to(q_RHD.dtype).repeat_interleave(heads // kv_heads, dim=1)
     v_LHD = v_LGD.to(q_RHD.dtype).repeat_interleave(heads // kv_heads, dim=1)
     scores_HRL = torch.einsum("rhd,lhd->hrl", q_RHD, k_LHD) * scale
-    position_R = torch.arange(kv_len - n_rows, kv_len)
     hidden_RL = torch.arange(kv_len)[None, :] > position_R[:, None]
     scores_HRL.masked_fill_(hidden_RL[None], float("-inf"))
     return torch.einsum("hrl,lhd->rhd", scores_HRL.softmax(-1), v_LHD)

@@ -16,18 +16,25 @@ void check(const Attention& call, int64_t rows) {
   require(call.row_start[0] == 0, "row_start does not begin at 0");
   require(call.row_start[call.sequences] == rows, "row_start does not end at the number of rows");
   for (int64_t n = 0; n < call.sequences; ++n) {
+    require(call.row_start[n] <= call.row_start[n + 1], "row_start decreases");
+  }
+  for (int64_t n = 0; n < call.sequences; ++n) {
     const int64_t own = call.row_start[n + 1] - call.row_start[n];
-    require(own >= 0, "row_start decreases");
     if (own == 0) continue;
-    require(call.kv_len[n] >= own, "kv_len is less than the rows of the sequence");
+    const int32_t* positions = call.positions + call.row_start[n];
+    for (int64_t i = 0; i < own; ++i) {
+      require(positions[i] > (i == 0 ? -1 : positions[i - 1]),
+              "positions of a sequence do not ascend from 0 or more");
+    }
+    require(positions[own - 1] < call.kv_len[n], "a position is not below kv_len");
     const int64_t pages = ceil_div(call.kv_len[n], call.k_shape.page_size);
     require(pages <= call.pages_max, "kv_len is more than the page table holds");
     require_range(call.page_table + n * call.pages_max, pages, call.k_shape.pages, "page");
   }
 }
 
-// pool: (is_bf16, k, v, k_shape, v_shape); step: (sequences, row_start, kv_len, page_table,
-// pages_max).
+// pool: (is_bf16, k, v, k_shape, v_shape); step: (sequences, row_start, positions, kv_len,
+// page_table, pages_max).
 void run_attention(Team& team, Address q, int64_t q_stride, int64_t rows, int64_t heads,
                    const py::tuple& pool, const py::tuple& step, float scale, Address out) {
   Attention call{};
@@ -43,9 +50,10 @@ void run_attention(Team& team, Address q, int64_t q_stride, int64_t rows, int64_
   call.out = at<float>(out);
   call.sequences = step[0].cast<int64_t>();
   call.row_start = at<const int32_t>(step[1].cast<Address>());
-  call.kv_len = at<const int32_t>(step[2].cast<Address>());
-  call.page_table = at<const int32_t>(step[3].cast<Address>());
-  call.pages_max = step[4].cast<int64_t>();
+  call.positions = at<const int32_t>(step[2].cast<Address>());
+  call.kv_len = at<const int32_t>(step[3].cast<Address>());
+  call.page_table = at<const int32_t>(step[4].cast<Address>());
+  call.pages_max = step[5].cast<int64_t>();
   check(call, rows);
   py::gil_scoped_release release;
   attention(team, call);

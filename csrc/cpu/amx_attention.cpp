@@ -88,10 +88,10 @@ static void open_unit(const Work& w, int64_t unit, Lanes& lanes) {
     const int64_t lane = begin + std::min(i, n - 1);
     lanes.max[i] = -INFINITY;
     lanes.sum[i] = 0.0f;
-    lanes.position[i] = static_cast<float>(w.task->position_begin + lane / w.group);
+    lanes.position[i] = static_cast<float>(w.task->positions[lane / w.group]);
   }
-  lanes.position_min = w.task->position_begin + begin / w.group;
-  lanes.position_max = w.task->position_begin + (begin + n - 1) / w.group;
+  lanes.position_min = w.task->positions[begin / w.group];
+  lanes.position_max = w.task->positions[(begin + n - 1) / w.group];
 }
 
 // Where the rows of a block begin in the pages of K and V, for head 0. One division a block: there
@@ -349,7 +349,7 @@ void amx_attention(const AttentionTask& task) {
   w.group = call.heads / call.k_shape.heads;
   w.lanes = (task.row_end - task.row_begin) * w.group;
   w.tiles = (w.lanes + 15) / 16;
-  w.limit = task.position_begin + task.row_end - task.row_begin;
+  w.limit = task.limit();
   w.factor = call.scale * 1.44269504f;
   w.pages = call.page_table + task.sequence * call.pages_max;
   w.in_place = call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;

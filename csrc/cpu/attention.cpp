@@ -22,10 +22,9 @@ std::vector<AttentionTask> split(const Attention& call, int threads) {
     const int64_t first = call.row_start[n], end = call.row_start[n + 1];
     const int64_t step = many && (end - first) * group <= 16 ? kv_heads : 1;
     for (int64_t begin = first; begin < end; begin += rows_task) {
-      const int64_t position = call.kv_len[n] - (end - begin);
       for (int64_t head = 0; head < kv_heads; head += step) {
-        tasks.push_back(
-            {&call, n, head, head + step, begin, std::min(begin + rows_task, end), position});
+        tasks.push_back({&call, n, head, head + step, begin, std::min(begin + rows_task, end),
+                         call.positions + begin});
       }
     }
   }

@@ -15,7 +15,9 @@ struct AttentionTask {
   const Attention* call;
   int64_t sequence, head_begin, head_end;
   int64_t row_begin, row_end;  // of q, absolute
-  int64_t position_begin;      // of row_begin
+  const int32_t* positions;    // of the rows from row_begin on
+
+  int64_t limit() const { return int64_t{positions[row_end - row_begin - 1]} + 1; }  // keys seen
 };
 
 struct Kernels {

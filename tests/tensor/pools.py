@@ -1,6 +1,7 @@
 """Paged pools with known contents, for attention and KV tests. Unused slots are NaN."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -60,23 +61,27 @@ class Pool:
             keys.k_LGD[begin:end], keys.v_LGD[begin:end], self.kv, self.slots(n, begin, end)
         )
 
-    def attend(self, rows: Sequence[tuple[int, int, int]], scale: float | None = None) -> Tensor:
+    def attend(self, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Attention of rows [begin, end) of sequence n, for each (n, begin, end)."""
-        q = torch.cat([self.sequences[n].q_LHD[begin:end] for n, begin, end in rows])
-        if scale is None:
-            scale = q.shape[2] ** -0.5
-        return self.ops.attention(q, self.kv, self.step(rows), scale)
+        return self.attend_at([(n, range(begin, end), end) for n, begin, end in rows])
+
+    def attend_at(self, rows: Sequence[tuple[int, Sequence[int], int]]) -> Tensor:
+        """Attention of rows at some positions, for each (n, positions, kv_len)."""
+        q = torch.cat([self.sequences[n].q_LHD[list(at)] for n, at, _ in rows])
+        return self.ops.attention(q, self.kv, self.step_at(rows), q.shape[2] ** -0.5)
 
     def step(self, rows: Sequence[tuple[int, int, int]]) -> Attend:
-        starts = [0]
-        for _, begin, end in rows:
-            starts.append(starts[-1] + end - begin)
+        return self.step_at([(n, range(begin, end), end) for n, begin, end in rows])
+
+    def step_at(self, rows: Sequence[tuple[int, Sequence[int], int]]) -> Attend:
+        starts = [0, *itertools.accumulate(len(at) for _, at, _ in rows)]
+        positions = [place for _, at, _ in rows for place in at]
         return Attend(
-            slots_T=torch.cat([self.slots(*row) for row in rows]),
-            positions_T=torch.cat([torch.arange(begin, end) for _, begin, end in rows]).int(),
+            slots_T=torch.cat([self.slots(n, 0, kv_len) for n, _, kv_len in rows]),
+            positions_T=torch.tensor(positions, dtype=torch.int32),
             page_table_NP=self.table_NP[[n for n, _, _ in rows]].contiguous(),
             row_start_M=torch.tensor(starts, dtype=torch.int32),
-            kv_len_N=torch.tensor([end for _, _, end in rows], dtype=torch.int32),
+            kv_len_N=torch.tensor([kv_len for _, _, kv_len in rows], dtype=torch.int32),
         )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -71,6 +72,54 @@ def test_row_bits_depend_on_their_sequence_alone(
         assert torch.equal(mixed[10 : 10 + end - begin], expected[begin:end])
     one_by_one = pool.attend([(0, i, i + 1) for i in range(length)])
     assert torch.equal(one_by_one, expected)
+
+
+def interleaved(length: int, cp: int, rank: int) -> range:
+    return range(rank, length, cp)
+
+
+def zigzag(length: int, cp: int, rank: int) -> list[int]:
+    blocks = torch.arange(length).tensor_split(2 * cp)
+    return [*blocks[rank].tolist(), *blocks[2 * cp - 1 - rank].tolist()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [interleaved, zigzag])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (8, 1, 20)])
+def test_rows_of_a_context_parallel_rank_have_the_bits_of_the_whole(
+    ops: NativeOps,
+    share: Callable[[int, int, int], Sequence[int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> None:
+    lengths = (300, 2, 131)
+    sequences = [random_keys(i, n, heads, kv_heads, dim) for i, n in enumerate(lengths)]
+    pool = Pool(ops, sequences, 16, dtype)
+    for n, length in enumerate(lengths):
+        pool.write(n, 0, length)
+    whole = [pool.attend([(n, 0, length)]) for n, length in enumerate(lengths)]
+    for cp in (2, 3, 8):
+        for rank in range(cp):
+            # The second sequence leaves ranks without rows; the third has a prefix of 50.
+            places = [share(300, cp, rank), share(2, cp, rank)]
+            places.append([50 + at for at in share(81, cp, rank)])
+            rows = [(n, at, lengths[n]) for n, at in enumerate(places)]
+            expected = torch.cat([whole[n][list(at)] for n, at, _ in rows])
+            assert torch.equal(pool.attend_at(rows), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scattered_rows_are_their_twins(ops: NativeOps, dtype: torch.dtype) -> None:
+    keys = random_keys(0, 200, 4, 2, 32)
+    pool = Pool(ops, [keys], 16, dtype)
+    pool.write(0, 0, 150)  # the rest is poison that no row may see, though kv_len counts it
+    rows = [(0, [0, 3, 63, 64, 100, 149], 200)]
+    out = pool.attend_at(rows)
+    pool.ops = ReferenceOps()
+    expected = pool.attend_at(rows)
+    assert (out - expected).abs().max() < tolerance(ops, dtype) * expected.abs().max()
 
 
 def test_equal_values_come_back_unchanged(ops: NativeOps) -> None:
@@ -151,9 +200,15 @@ def test_misfits_are_refused(ops: NativeOps) -> None:
     refused("page 99 is outside", page_table_NP=ints(0, 99).view(1, 2))
     refused("page -1 is outside", page_table_NP=ints(-1, 0).view(1, 2))
     refused("more than the page table", kv_len_N=ints(33))
-    refused("less than the rows", kv_len_N=ints(9))
+    refused("not below kv_len", kv_len_N=ints(19))
+    refused("do not ascend", positions_T=ints(-1, *range(11, 20)))
+    refused("do not ascend", positions_T=ints(10, 10, *range(12, 20)))
+    refused("do not ascend", positions_T=ints(*range(19, 9, -1)))
+    refused("positions is", positions_T=ints(*range(10, 19)))
     refused("does not begin", row_start_M=ints(1, 10))
     refused("does not end", row_start_M=ints(0, 9))
+    three = {"kv_len_N": ints(20, 20, 20), "page_table_NP": step.page_table_NP.repeat(3, 1)}
+    refused("decreases", row_start_M=ints(0, 1 << 30, 5, 10), **three)
     refused("int32", row_start_M=torch.tensor([0, 10]))
     refused("int32", page_table_NP=torch.zeros(1, 2))
     refused("multiple of kv_heads", q=q[:, :3].contiguous())

@@ -1,5 +1,6 @@
-// Causal attention over paged KV, prefill and decode alike. Keys are taken in blocks of 64 aligned
-// to position 0 with an online softmax, so a row's bits depend on nothing but its own sequence.
+// Causal attention over paged KV, prefill and decode alike: a row sees the keys of its sequence up to
+// its own position, whichever rows are beside it. Keys are taken in blocks of 64 aligned to position
+// 0 with an online softmax, so a row's bits depend on nothing but its own sequence.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,8 @@ struct Attention {
   float* out;  // [rows, heads, dim], contiguous
   int64_t sequences;
   const int32_t* row_start;   // [sequences + 1]
-  const int32_t* kv_len;      // [sequences]
+  const int32_t* positions;   // [rows], ascending within a sequence, below its kv_len
+  const int32_t* kv_len;      // [sequences]: what its pages hold
   const int32_t* page_table;  // [sequences, pages_max]
   int64_t pages_max;
 };

@@ -1,0 +1,173 @@
+"""Which rank holds which rows of a step, and the ways between the regions of a layer.
+
+In the attention region a rank holds the rows of its (dp, cp), in the MLP region all rows, in stage
+order: (dp, cp) by (dp, cp), in each the share that context parallelism cuts. Everything here
+follows from the row counts of the plan; an axis of size 1 costs nothing.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aserve.core.layout import Grid
+from aserve.tensor.collective import LayerPlane, OnlyRank
+
+Rows = npt.NDArray[np.int64]
+
+
+class Seat:
+    """One rank of a grid with the collectives of its stage."""
+
+    def __init__(self, grid: Grid, rank: int, layer: LayerPlane | None = None) -> None:
+        """Without a layer plane the stage must be one rank."""
+        assert layer is not None or grid.tp == 1, grid.tp
+        self.grid, self.rank, self.place = grid, rank, grid.place(rank)
+        self.layer = OnlyRank() if layer is None else layer
+        self.inside = rank % grid.tp  # its number in the stage
+        self.attn_tp, self.cp, self.rows, self.tp, self.experts = (
+            self.layer.group(name) for name in ("attn_tp", "cp", "rows", "tp", "experts")
+        )
+
+    @property
+    def is_leader(self) -> bool:
+        """This rank draws the tokens of its DP group."""
+        return self.rank == self.grid.leader(self.place.dp)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picked:
+    """Some rows of a step, the same on every rank of the stage, in stage order.
+
+    `counts[g]` are of DP group g. `back` puts this rank's group's rows into the order in which they
+    were asked for; None: they are.
+    """
+
+    x_WH: Tensor
+    counts: tuple[int, ...]
+    back: Tensor | None
+
+
+class Tokens:
+    """The rows of one step. `lengths[g][n]`: rows of sequence n of DP group g."""
+
+    def __init__(self, seat: Seat, lengths: Sequence[Sequence[int]]) -> None:
+        grid = seat.grid
+        assert len(lengths) == grid.dp, (len(lengths), grid.dp)
+        self.seat = seat
+        totals = [sum(group) for group in lengths]
+        self.n_rows = sum(totals)  # of the whole stage
+        self.order_G: Rows | None = None  # plan rows in stage order; None: plan order
+        self.counts = tuple(totals)  # of each (dp, cp)
+        if grid.cp > 1:
+            self._cut(lengths, totals)
+        place = seat.place
+        first = place.dp * grid.cp
+        self.cp_counts = self.counts[first : first + grid.cp]
+        mine = first + place.cp
+        start = sum(self.counts[:mine])
+        self.local = slice(start, start + self.counts[mine])  # of stage order
+        self.n_local = self.counts[mine]
+        # Of each rank of the stage; those of one (dp, cp) share its rows.
+        self.slices = tuple(
+            size for count in self.counts for size in even_shares(count, grid.attn_tp)
+        )
+        at = mine * grid.attn_tp
+        self.slice_counts = self.slices[at : at + grid.attn_tp]
+
+    def _cut(self, lengths: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
+        grid, place = self.seat.grid, self.seat.place
+        cut = [cp_shares(grid.layout.cp_split, grid.cp, group) for group in lengths]
+        self.counts = tuple(len(share) for shares in cut for share in shares)
+        orders = [np.concatenate(shares) for shares in cut]
+        firsts = np.cumsum([0, *totals])
+        self.group_order: Rows = orders[place.dp]  # of this group's rows, cp rank by cp rank
+        self.local_order: Rows = cut[place.dp][place.cp]
+        self.order_G = np.concatenate([o + at for o, at in zip(orders, firsts, strict=False)])
+
+    def to_global(self, x_TH: Tensor) -> Tensor:
+        """This rank's rows -> all rows of the stage, in stage order."""
+        rows = self.seat.rows
+        return x_TH if rows.size == 1 else rows.all_gather(x_TH, self.counts)
+
+    def to_local(self, parts_BGH: Tensor) -> Tensor:
+        """[B, all rows, H], partial sums of every rank of the stage -> the sums of our rows."""
+        seat = self.seat
+        if seat.rows.size == 1:
+            return seat.tp.all_reduce(parts_BGH)
+        return self.join(seat.tp.reduce_scatter(parts_BGH, self.slices))
+
+    def slice(self, x_TH: Tensor) -> Tensor:
+        """This rank's rows -> its 1/attn_tp of them: every row of a stage in exactly one place."""
+        if self.seat.attn_tp.size == 1:
+            return x_TH
+        start = sum(self.slice_counts[: self.seat.attn_tp.rank])
+        return x_TH[start : start + self.slice_counts[self.seat.attn_tp.rank]]
+
+    def join(self, x_SH: Tensor) -> Tensor:
+        """The inverse of `slice`."""
+        attn_tp = self.seat.attn_tp
+        return x_SH if attn_tp.size == 1 else attn_tp.all_gather(x_SH, self.slice_counts)
+
+    def whole_sequence(self, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of this rank's rows -> of all rows of its group, cp rank by cp rank."""
+        cp, heads = self.seat.cp, k_TGD.shape[1]
+        if cp.size == 1:
+            return k_TGD, v_TGD
+        both = cp.all_gather(torch.cat((k_TGD, v_TGD), dim=1), self.cp_counts)
+        return both[:, :heads], both[:, heads:]
+
+    def pick(self, x_TH: Tensor, rows: Sequence[int]) -> Picked:
+        """Rows of `x_TH` by their ascending numbers in the plan, gathered from all ranks."""
+        if self.seat.tp.size == 1:
+            picked = x_TH if len(rows) == self.n_rows else x_TH[list(rows)]
+            return Picked(picked, (len(rows),), None)
+        grid, wanted = self.seat.grid, np.asarray(rows, dtype=np.int64)
+        if self.order_G is not None:
+            place_G = np.empty_like(self.order_G)
+            place_G[self.order_G] = np.arange(self.n_rows)
+            wanted = place_G[wanted]
+        order = np.argsort(wanted)
+        wanted = wanted[order]
+        ends = np.searchsorted(wanted, np.cumsum(self.counts))
+        counts = np.diff(ends, prepend=0).tolist()
+        local = wanted[(wanted >= self.local.start) & (wanted < self.local.stop)]
+        mine_TH = x_TH[torch.from_numpy(local - self.local.start)]
+        x_WH = mine_TH if self.seat.rows.size == 1 else self.seat.rows.all_gather(mine_TH, counts)
+        of_group = [sum(counts[g * grid.cp : (g + 1) * grid.cp]) for g in range(grid.dp)]
+        back = None
+        if grid.cp > 1:
+            start = sum(of_group[: self.seat.place.dp])
+            ours = order[start : start + of_group[self.seat.place.dp]]
+            back = torch.from_numpy(np.argsort(ours))
+        return Picked(x_WH, tuple(of_group), back)
+
+
+def even_shares(count: int, places: int) -> list[int]:
+    """`count` in contiguous shares that differ by one at most."""
+    return [count * (n + 1) // places - count * n // places for n in range(places)]
+
+
+def cp_shares(split: str, cp: int, lengths: Sequence[int]) -> list[Rows]:
+    """Rows of one group (sequence after sequence) that each of `cp` ranks gets.
+
+    A rank has its rows of a sequence together and in order, whatever the split.
+    """
+    total = sum(lengths)
+    if split == "interleave":
+        return [np.arange(rank, total, cp) for rank in range(cp)]
+    shares: list[list[Rows]] = [[] for _ in range(cp)]
+    start = 0
+    for length in lengths:
+        least, more = divmod(length, 2 * cp)
+        sizes = np.full(2 * cp, least)
+        sizes[:more] += 1
+        ends = start + np.cumsum(sizes)
+        blocks = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        for rank, share in enumerate(shares):
+            share += [blocks[rank], blocks[2 * cp - 1 - rank]]
+        start += length
+    return [np.concatenate(share) if share else np.arange(0) for share in shares]
