@@ -79,7 +79,7 @@ class Loop:
         data = encode_plan(plan)
         received = decode_plan(data)
         at.append(clock())
-        views = self.replica.apply(received)
+        views = self.replica.apply(received).views
         at.append(clock())
         results = drawn(views)  # the model's part: not counted
         at.append(clock())

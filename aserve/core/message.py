@@ -145,9 +145,10 @@ class TokenLogprob(Struct, frozen=True):
 class Result(Struct, frozen=True):
     """What one sequence's rows gave: accepted `path`, drawn `tokens`, a logprob a token if wanted.
 
-    A report has one for each `Rows` of its plan, in the plan's order (groups in order).
+    A leader's report has one for each `Rows` of its group's batch, in the plan's order.
     `prompt_logprobs` are those of prompt tokens `start + 1 ...` that this chunk's rows predict.
-    `error` ends the request (its grammar cannot go on, its logits were NaN).
+    `error` ends the request (its grammar cannot go on, its logits were NaN). The draft is the next
+    tree without its root, the last of `tokens`: parents index into `draft_tokens`, -1 is the root.
     """
 
     seq: int
@@ -156,9 +157,18 @@ class Result(Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    draft_tokens: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()
 
 
 class StepReport(Struct, frozen=True):
+    """What a step was on one rank; every rank reports every step, in order.
+
+    Only the leader of an attention-DP group carries `results`: those of its group's batch.
+    `micros` is the time in forward, `waited_micros` the time that the rank waited for the plan and
+    the inward bundle since its last report.
+    """
+
     step: int
     rank: int
     digest: int
@@ -166,3 +176,4 @@ class StepReport(Struct, frozen=True):
     done: tuple[int, ...]
     found: tuple[tuple[int, int], ...]
     micros: int
+    waited_micros: int = 0

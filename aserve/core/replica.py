@@ -6,6 +6,7 @@ digests mean that two implementations agree.
 
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 from zlib import crc32
 
 from aserve.core.message import Admit, Commit, Rows, Sampling, StepPlan
@@ -87,6 +88,22 @@ class RowsView:
         return [start + depth for depth in depths]
 
 
+class KvMove(NamedTuple):
+    """KV of a group's pool to copy before a step's rows are written, pair by pair."""
+
+    seq: int
+    group: int
+    slots_from: tuple[int, ...]
+    slots_to: tuple[int, ...]
+
+
+class Applied(NamedTuple):
+    """What a plan asks of a rank: first the moves, then the rows; groups in order."""
+
+    views: tuple[RowsView, ...]
+    moves: tuple[KvMove, ...]
+
+
 class Replica:
     """Every sequence that a rank holds; `digest` covers the whole log applied so far."""
 
@@ -97,8 +114,8 @@ class Replica:
         self.digest = 0
         self.step = -1
 
-    def apply(self, plan: StepPlan) -> tuple[RowsView, ...]:
-        """Bring the state up to `plan`; the views of its rows, groups in order."""
+    def apply(self, plan: StepPlan) -> Applied:
+        """Bring the state up to `plan`; what to do for it."""
         assert plan.step == self.step + 1, (plan.step, self.step)
         self.step = plan.step
         numbers: list[int] = [plan.step, plan.microbatch]
@@ -113,7 +130,7 @@ class Replica:
             fold_admit(numbers, admit)
         views = self._views(plan, numbers)
         self.digest = fold(self.digest, numbers)
-        return views
+        return Applied(views, ())
 
     def _admit(self, admit: Admit) -> None:
         assert admit.seq not in self.sequences, admit.seq

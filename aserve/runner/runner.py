@@ -51,7 +51,7 @@ class Runner:
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
-        views = self._replica.apply(plan)
+        views = self._replica.apply(plan).views
         for seq in plan.drops:
             self._tables.drop(seq)
             self._draws.drop(seq)

@@ -38,7 +38,7 @@ class LegibleRunner:
         self._fails_at = fails_at
 
     def apply(self, plan: StepPlan) -> tuple[RowsView, ...]:
-        return self._replica.apply(plan)
+        return self._replica.apply(plan).views
 
     def forward(self, work: tuple[RowsView, ...], inward: None) -> tuple[Result, ...]:
         if self._replica.step == self._fails_at:

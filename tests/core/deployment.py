@@ -117,7 +117,7 @@ class Deployment:
             self._check_order(plan, queue)
         self._check_budget(plan)
         self.plans.append(plan)
-        views = self.replica.apply(decode_plan(encode_plan(self.fault(plan))))
+        views = self.replica.apply(decode_plan(encode_plan(self.fault(plan)))).views
         for view in views:
             self._write(view)
         results = tuple(self._result(view) for view in views)

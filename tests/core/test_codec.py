@@ -53,7 +53,7 @@ logprobs = st.lists(
     st.builds(TokenLogprob, numbers, floats, st.lists(st.tuples(numbers, floats)).map(tuple)),
     max_size=3,
 ).map(tuple)
-results = st.builds(Result, numbers, ids, ids, logprobs, logprobs, st.none() | st.text())
+results = st.builds(Result, numbers, ids, ids, logprobs, logprobs, st.none() | st.text(), ids, ids)
 reports = st.builds(
     StepReport,
     numbers,
@@ -62,6 +62,7 @@ reports = st.builds(
     st.lists(results, max_size=3).map(tuple),
     ids,
     st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+    numbers,
     numbers,
 )
 

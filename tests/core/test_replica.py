@@ -24,14 +24,14 @@ FIRST = Rows(1, 4, (14, 15), (), True, (2,))
 
 def test_views_tell_slots_positions_and_state() -> None:
     replica = Replica(SIZE)
-    (view,) = replica.apply(plan(0, FIRST, admits=(admit(),)))
+    (view,) = replica.apply(plan(0, FIRST, admits=(admit(),))).views
     assert (view.start, view.n_rows, view.kv_len, view.group) == (4, 2, 6, 0)
     assert view.slots() == [8, 9]
     assert view.positions() == [4, 5]
     assert view.state.pages == [7, 2]
     assert (view.state.prompt_len, view.state.n_generated) == (6, 0)
     commit = Commit(1, (0, 1), (16,), False)
-    (view,) = replica.apply(plan(1, Rows(1, 6, (16,), (), True, ()), commits=(commit,)))
+    (view,) = replica.apply(plan(1, Rows(1, 6, (16,), (), True, ()), commits=(commit,))).views
     assert view.slots() == [10]
     assert view.positions() == [6]
     assert view.state.tokens == [10, 11, 12, 13, 14, 15, 16]
@@ -42,7 +42,7 @@ def test_a_tree_of_rows_takes_slots_in_order_and_positions_by_depth() -> None:
     replica = Replica(SIZE)
     replica.apply(plan(0, FIRST, admits=(admit(),)))
     rows = Rows(1, 6, (16, 20, 21, 22), (-1, 0, 0, 2), True, (9,))
-    (view,) = replica.apply(plan(1, rows, commits=(Commit(1, (0, 1), (16,), False),)))
+    (view,) = replica.apply(plan(1, rows, commits=(Commit(1, (0, 1), (16,), False),))).views
     assert view.slots() == [10, 11, 36, 37]
     assert view.positions() == [6, 7, 7, 8]
 
