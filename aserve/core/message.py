@@ -177,3 +177,60 @@ class StepReport(Struct, frozen=True):
     found: tuple[tuple[int, int], ...]
     micros: int
     waited_micros: int = 0
+
+
+class RankState(Struct, frozen=True):
+    """What a rank is at, told to whoever asks, also in the middle of a step.
+
+    `step` is the last plan it took up, `digest` that of its last report; `doing` is a sentence,
+    `last_call` its last collective, `waited_micros` what it waited before its last report.
+    """
+
+    rank: int
+    step: int
+    digest: int
+    n_sequences: int = 0
+    doing: str = ""
+    last_call: str = ""
+    waited_micros: int = 0
+
+
+class Ready(Struct, frozen=True):
+    """A rank has loaded: what only it knows and all must agree on, or what bounds the others.
+
+    `pages` is how many it could hold; `config_digest` of what must be equal on every rank;
+    `addresses` are (plane, address) where others reach it.
+    """
+
+    rank: int
+    pages: int
+    model: str
+    n_layers: int
+    config_digest: str
+    addresses: tuple[tuple[str, str], ...] = ()
+
+
+class Setup(Struct, frozen=True):
+    """What a rank must know before the first plan; may come in parts, what is not known yet left 0.
+
+    `config` is JSON of the leader's; `pages_total` is the minimum over ranks; `addresses` are
+    (plane, rank, address).
+    """
+
+    config: bytes = b""
+    pages_total: int = 0
+    addresses: tuple[tuple[str, int, str], ...] = ()
+
+
+class AskState(Struct, frozen=True):
+    """The leader asks for a RankState."""
+
+
+class End(Struct, frozen=True):
+    """The leader's last word: there are no more plans."""
+
+
+class Bye(Struct, frozen=True):
+    """A rank's last word: `error` is what it died of, empty where it left since it was told to."""
+
+    error: str = ""
