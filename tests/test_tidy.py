@@ -29,6 +29,8 @@ FLOORS: dict[str, set[str]] = {
         "core",
         "wire",
         "tensor.collective",
+        "_native",
+        "greenlet",
         "msgspec",
         "outcome",
         "torch",

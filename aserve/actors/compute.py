@@ -13,6 +13,9 @@ from typing import Any, TypeVar, TypeVarTuple
 import outcome
 import trio
 
+# The twin for ranks that share a thread, and for simulation under a mock clock.
+from aserve.planes.inline import compute_inline as compute_inline
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -96,9 +99,3 @@ async def open_compute_thread(name: str = "aserve-compute") -> AsyncIterator[Com
             yield thread
     finally:
         thread.join()
-
-
-async def compute_inline(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """The twin for simulation under a mock clock, where worker threads have no place."""
-    await trio.lowlevel.checkpoint()
-    return function(*args)
