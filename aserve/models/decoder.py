@@ -1,7 +1,7 @@
 """The blocks of a pre-norm decoder: attention, SwiGLU, layer, and the stack of them as `Model`.
 
 A block asks for its parameters where it is constructed, each with its name, shape and split; the
-rest of the code knows tensors only, never ranks or files.
+rest of the code knows tensors and what `Tokens` offers, never ranks or files.
 """
 
 import dataclasses
@@ -11,15 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aserve.core.layout import Grid
 from aserve.models.regions import Region, kv_region
 from aserve.models.spec import ModelSpec
-from aserve.models.split import Split
+from aserve.models.split import TILE, Split
 from aserve.models.weights.loader import HEAD, TABLE, Matrix, Weights
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.rope import RopeTable, inv_freq
+from aserve.tensor.tokens import Seat, Tokens, even_shares
 
-TILE_COLUMNS = 32  # a row block is whole tiles of the kernels
-BLOCK_COLUMNS = 96  # and long enough that adding blocks up costs little
+BLOCK_COLUMNS = 96  # a row block is long enough that adding blocks up costs little
 BLOCK_COUNTS = (12, 8, 6, 4, 3, 2)  # 12 serves 2, 3, 4, 6 and 12 ranks
 POSITIONS_MIN = 2048  # of the first rotary table
 ATTENTION, MLP = ("attn_tp",), ("tp",)
@@ -27,16 +28,25 @@ VOCAB = Split(0, ("tp",))
 
 
 class Mlp(Protocol):
-    def __call__(self, x_TH: Tensor) -> Tensor: ...
+    def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor: ...
 
 
 MlpOf = Callable[[ModelSpec, int, Weights, Ops], Mlp]  # the MLP of a layer, by its global index
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What the layers share in one step."""
+
+    tokens: Tokens
+    attend: Attend
+    rope: RopeTable
+
+
 def row_blocks(k: int) -> int:
     """In how many blocks a row-parallel sum over k is taken: whatever the layout, so that the sum
     of ranks that hold whole blocks has the bits of one rank's."""
-    whole = [n for n in BLOCK_COUNTS if k % (TILE_COLUMNS * n) == 0]
+    whole = [n for n in BLOCK_COUNTS if k % (TILE * n) == 0]
     long = [n for n in whole if k // n >= BLOCK_COLUMNS]
     return next(iter(long or whole), 1)
 
@@ -57,31 +67,37 @@ class Attention:
             Matrix(f"{at}.v_proj", kv_len, hidden, groups, spec.qkv_bias),
         )
         columns = dataclasses.replace(heads, dim=1)
-        self.out = weights.linear(
-            Matrix(f"{at}.o_proj", hidden, q_len, columns, spec.out_bias), row_blocks=spec.kv_heads
+        self.out = weights.row_parallel(
+            Matrix(f"{at}.o_proj", hidden, q_len, columns, spec.out_bias), spec.kv_heads
         )
         self.q_norm = weights.vector(f"{at}.q_norm.weight", dim) if spec.qk_norm else None
         self.k_norm = weights.vector(f"{at}.k_norm.weight", dim) if spec.qk_norm else None
-        self.heads, self.kv_heads = len(weights.held(heads)), len(weights.held(groups))
+        self.heads = len(weights.held(heads, spec.heads))
+        self.kv_heads = len(weights.held(groups, spec.kv_heads))
         self.parts = (self.heads, self.kv_heads, self.kv_heads)
-        self.n_parts = sum(self.parts)
+        self.n_parts, self.q_len = sum(self.parts), self.heads * dim
         self.dim, self.eps, self.scale, self.ops = dim, spec.eps, dim**-0.5, ops
 
-    def __call__(self, x_TH: Tensor, kv: KvLayer, attend: Attend, rope: RopeTable) -> Tensor:
-        ops = self.ops
+    def __call__(self, x_TH: Tensor, kv: KvLayer, step: Step) -> Tensor:
+        ops, attend, seat = self.ops, step.attend, step.tokens.seat
         qkv_TAD = ops.linear(x_TH, self.qkv).view(-1, self.n_parts, self.dim)
         q_THD, k_TGD, v_TGD = qkv_TAD.split_with_sizes(self.parts, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD = ops.rms_norm(q_THD, self.q_norm, self.eps)
             k_TGD = ops.rms_norm(k_TGD, self.k_norm, self.eps)
-        ops.rope(q_THD, k_TGD, attend.positions_T, rope)
+        ops.rope(q_THD, k_TGD, attend.positions_T, step.rope)
+        if seat.cp.size > 1:
+            k_TGD, v_TGD = step.tokens.whole_sequence(k_TGD, v_TGD)
         ops.kv_append(k_TGD, v_TGD, kv, attend.slots_T)
-        out_THD = ops.attention(q_THD, kv, attend, self.scale)
-        return ops.linear(out_THD.view(-1, self.out.k), self.out)
+        out_TK = ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
+        if not self.out.is_split:
+            return ops.linear(out_TK, self.out.weight)
+        parts_BTH = ops.linear_parts(out_TK, self.out.weight)
+        return self.out.settle(seat.attn_tp.all_reduce(parts_BTH))
 
 
 class SwiGlu:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020).
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020), its inner columns split over `axes`.
 
     `names` are those of gate, up and down, `sizes` is (hidden, inner).
     """
@@ -97,17 +113,30 @@ class SwiGlu:
     ) -> None:
         (gate, up, down), (hidden, inner) = names, sizes
         blocks = row_blocks(inner)
-        rows = Split(0, axes, units=blocks)
+        rows = Split(0, axes, units=blocks, exact_only=True)
         self.gate_up = weights.linear(
             Matrix(gate, inner, hidden, rows, bias), Matrix(up, inner, hidden, rows, bias)
         )
         columns = dataclasses.replace(rows, dim=1)
-        self.down = weights.linear(Matrix(down, hidden, inner, columns, bias), row_blocks=blocks)
+        self.down = weights.row_parallel(Matrix(down, hidden, inner, columns, bias), blocks)
         self.ops = ops
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor:
+        if not self.down.is_split:
+            return self.whole(x_TH)
+        return self.down.settle(tokens.to_local(self.partial(tokens.to_global(x_TH))))
+
+    def whole(self, x_TH: Tensor) -> Tensor:
+        """What a rank that holds all columns gives."""
         ops = self.ops
-        return ops.linear(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down)
+        return ops.linear(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down.weight)
+
+    def partial(self, x_TH: Tensor) -> Tensor:
+        """[B, T, H]: what this rank adds to the sum, block by block, without the bias."""
+        ops = self.ops
+        if not self.down.is_split:
+            return self.whole(x_TH)[None]
+        return ops.linear_parts(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down.weight)
 
 
 class Layer:
@@ -124,7 +153,7 @@ class Layer:
         self.eps, self.ops = spec.eps, ops
 
     def __call__(
-        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, attend: Attend, rope: RopeTable
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: Step
     ) -> tuple[Tensor, Tensor]:
         """(x, what is still to be added to it)."""
         ops = self.ops
@@ -132,9 +161,9 @@ class Layer:
             normed_TH = ops.rms_norm(x_TH, self.norm_in, self.eps)
         else:
             x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_in, self.eps)
-        added_TH = self.attention(normed_TH, kv, attend, rope)
+        added_TH = self.attention(normed_TH, kv, step)
         x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
-        return x_TH, self.mlp(normed_TH)
+        return x_TH, self.mlp(normed_TH, step.tokens)
 
 
 class Rotary:
@@ -161,15 +190,16 @@ class Rotary:
 
 
 class Model:
-    """The layers of a stage; the embedding comes with the first layer, the head with the last."""
+    """What one rank holds: the layers of its stage; the embedding with the first, the head with the
+    last. `grid` and `rank` say of which layout."""
 
     nbytes = 0  # of weights in memory, set by the loader
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: Ops, mlp_of: MlpOf, stage: range | None = None
+        self, spec: ModelSpec, weights: Weights, ops: Ops, mlp_of: MlpOf, grid: Grid, rank: int
     ) -> None:
-        self.spec, self.ops = spec, ops
-        self.stage = range(spec.layers) if stage is None else stage
+        self.spec, self.ops, self.grid, self.rank = spec, ops, grid, rank
+        self.stage = grid.stage(spec.layers, grid.place(rank).pp)
         self.is_first, self.is_last = self.stage.start == 0, self.stage.stop == spec.layers
         # A tied table is one packed weight, which the embedding reads rows of.
         if self.is_first and not spec.tied:
@@ -184,6 +214,7 @@ class Model:
             name = TABLE if spec.tied else HEAD
             head = Matrix(name.removesuffix(".weight"), spec.vocab, spec.hidden, VOCAB)
             self.head = weights.linear(head)
+        self.vocab_held = weights.held(VOCAB, spec.vocab)
         self.rotary = Rotary(spec, divisors)
 
     def regions(self) -> tuple[Region, ...]:
@@ -194,30 +225,61 @@ class Model:
 
     def forward(
         self,
-        tokens_T: Tensor,
+        ids_G: Tensor,
+        tokens: Tokens,
         kv: Sequence[KvLayer],
         attend: Attend,
-        hidden_TH: Tensor | None = None,
+        hidden_SH: Tensor | None = None,
     ) -> Tensor:
-        """float32 [T, hidden] after the final norm; `kv[i]` belongs to this stage's layer i.
+        """float32 [T, hidden] of this rank's rows, after the final norm on the last stage.
 
-        `tokens_T` is int64. A stage that is not the first takes `hidden_TH` of the one before; one
-        that is not the last returns what the next one takes.
+        `ids_G` (int64) are the tokens of the whole stage, in stage order; `kv[i]` belongs to this
+        stage's layer i. A stage that is not the first takes as `hidden_SH` this rank's
+        `tokens.slice` of what the one before returned.
         """
         ops = self.ops
         if self.is_first:
-            x_TH = ops.embed(self.head if self.spec.tied else self.table, tokens_T)
+            x_TH = self._embed(ids_G, tokens)
         else:
-            assert hidden_TH is not None
-            x_TH = hidden_TH
-        rope, added_TH = self.rotary.upto(int(attend.kv_len_N.max())), None
+            assert hidden_SH is not None
+            x_TH = tokens.join(hidden_SH)
+        kv_len_max = int(attend.kv_len_N.max()) if len(attend.kv_len_N) else 1
+        step = Step(tokens, attend, self.rotary.upto(kv_len_max))
+        added_TH = None
         for layer, pages in zip(self.layers, kv, strict=True):
-            x_TH, added_TH = layer(x_TH, added_TH, pages, attend, rope)
+            x_TH, added_TH = layer(x_TH, added_TH, pages, step)
         assert added_TH is not None
         if not self.is_last:
             return ops.add(x_TH, added_TH)
         return ops.add_rms_norm(x_TH, added_TH, self.norm, self.spec.eps)[1]
 
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        """float32 [R, vocab] of rows that `forward` returned."""
-        return self.ops.linear(hidden_RH, self.head)
+    def _embed(self, ids_G: Tensor, tokens: Tokens) -> Tensor:
+        """Of this rank's rows. Each rank of the stage looks up what its part of the table has."""
+        table, held = self.head if self.spec.tied else self.table, self.vocab_held
+        if len(held) == self.spec.vocab:
+            return self.ops.embed(table, ids_G)
+        is_held_G = (ids_G >= held.start) & (ids_G < held.stop)
+        found = self.ops.embed(table, ids_G[is_held_G] - held.start)
+        part_GH = found.new_zeros(len(ids_G), self.spec.hidden)
+        part_GH[is_held_G] = found
+        return tokens.to_local(part_GH[None])
+
+    def logits(self, hidden_WH: Tensor, counts: Sequence[int], seat: Seat) -> Tensor:
+        """float32 [rows of its group, vocab] at the leader of each DP group, [0, vocab] elsewhere.
+
+        `hidden_WH` and `counts`, the rows of each group in it, are the same on every rank.
+        """
+        part_WV = self.ops.linear(hidden_WH, self.head)
+        grid, tp, vocab = self.grid, seat.tp, self.spec.vocab
+        if tp.size == 1:
+            return part_WV
+        widths = even_shares(vocab, tp.size)
+        if widths[tp.rank] < max(widths):
+            part_WV = torch.nn.functional.pad(part_WV, (0, max(widths) - widths[tp.rank]))
+        send = [0] * tp.size
+        for dp, count in enumerate(counts):
+            send[grid.leader(dp) % grid.tp] = count
+        mine = send[tp.rank]
+        got = tp.all_to_all(part_WV, send, [mine] * tp.size).view(tp.size, mine, max(widths))
+        columns = [got[rank, :, :width] for rank, width in enumerate(widths)]
+        return torch.cat(columns, dim=1)

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aserve.models import dense
+from aserve.models import dense, exchange
 from aserve.models.decoder import Mlp, SwiGlu
 from aserve.models.spec import Experts, Fields, ModelSpec, sliding_window
 from aserve.models.split import Split
 from aserve.models.weights.loader import Matrix, Weights
 from aserve.tensor.ops import Ops
+from aserve.tensor.tokens import Tokens
 
 EXPERT_AXES = ("moe_tp",)  # of one expert's rows and columns; whole experts go over "ep"
 MIXTRAL_NAMES = ("w1", "w3", "w2")
@@ -19,37 +20,52 @@ QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Mixture:
-    """sum over the chosen experts of weight * expert(x); weights by softmax of the router."""
+    """sum over the chosen experts of weight * expert(x); weights by softmax of the router.
+
+    A row's sum is taken over its experts in ascending order, wherever they are, so it depends
+    neither on the other rows nor on the layout.
+    """
 
     def __init__(
         self, at: str, spec: ModelSpec, weights: Weights, ops: Ops, names: tuple[str, str, str]
     ) -> None:
         assert spec.experts is not None
-        self.experts, self.ops = spec.experts, ops
-        self.router = weights.linear(Matrix(f"{at}.gate", self.experts.count, spec.hidden))
-        sizes = (spec.hidden, self.experts.inner)
-        self.held = weights.held(Split(0, ("ep",), units=self.experts.count))
-        self.mlps = []
+        self.spec, self.ops = spec.experts, ops
+        self.router = weights.linear(Matrix(f"{at}.gate", self.spec.count, spec.hidden))
+        sizes = (spec.hidden, self.spec.inner)
+        whole = Split(0, ("ep",), units=self.spec.count)
+        self.held = weights.held(whole, self.spec.count)
+        self.experts = []
         for number in self.held:
             gate, up, down = (f"{at}.experts.{number}.{name}" for name in names)
-            self.mlps.append(SwiGlu((gate, up, down), sizes, weights, ops, EXPERT_AXES))
+            self.experts.append(SwiGlu((gate, up, down), sizes, weights, ops, EXPERT_AXES))
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
-        chosen_TK, weight_TK = self.route(self.ops.linear(x_TH, self.router))
+    def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor:
+        grid = tokens.seat.grid
+        if grid.tp > 1:
+            way = exchange.by_rows if grid.layout.experts == "all_to_all" else exchange.gathered
+            return way(self, x_TH, tokens)
+        chosen_TK, weight_TK = self.route(x_TH)
         out_TH = torch.zeros_like(x_TH)
-        # Experts in ascending order, so a row's sum does not depend on the other rows.
-        for number, mlp in zip(self.held, self.mlps, strict=True):
+        for number, expert in zip(self.held, self.experts, strict=True):
             rows, places = torch.where(chosen_TK == number)
             if len(rows):
-                out_TH[rows] += mlp(x_TH[rows]) * weight_TK[rows, places, None]
+                out_TH[rows] += expert.whole(x_TH[rows]) * weight_TK[rows, places, None]
         return out_TH
 
-    def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(experts, weights), each [T, per_token]."""
-        weight_TK, chosen_TK = logits_TE.softmax(-1).topk(self.experts.per_token)
-        if self.experts.renormalise:
+        logits_TE = self.ops.linear(x_TH, self.router)
+        weight_TK, chosen_TK = logits_TE.softmax(-1).topk(self.spec.per_token)
+        if self.spec.renormalise:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         return chosen_TK, weight_TK
+
+    def route_ascending(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """`route`, each row's experts in ascending order."""
+        chosen_TK, weight_TK = self.route(x_TH)
+        chosen_TK, order_TK = chosen_TK.sort(-1)
+        return chosen_TK, weight_TK.gather(-1, order_TK)
 
 
 def qwen3_mlp(spec: ModelSpec, layer: int, weights: Weights, ops: Ops) -> Mlp:

@@ -11,9 +11,10 @@ import torch
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.errors import ModelError
+from aserve.errors import ConfigError, ModelError
 from aserve.models import dense, mixture
 from aserve.models.decoder import MlpOf, Model
+from aserve.models.divide import check_layout
 from aserve.models.fetch import Progress
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
 from aserve.models.weights.gguf import GgufSource
@@ -23,7 +24,7 @@ from aserve.models.weights.source import Source, auto_dtype
 from aserve.tensor.ops import Ops
 from aserve.text.gguf_file import open_gguf
 
-__all__ = ["ARCHITECTURES", "Model", "load_model", "load_spec"]
+__all__ = ["ARCHITECTURES", "Model", "check_layout", "load_model", "load_spec"]
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 ONE_RANK = Layout()
@@ -64,20 +65,24 @@ def load_model(
 ) -> Model:
     """Read and pack the weights of `path`. `progress` gets (bytes done, bytes in all, what).
 
-    "auto" keeps float32 checkpoints as they are and makes bfloat16 of all others. Raises ModelError
-    with every missing, surplus and misshapen tensor.
+    "auto" keeps float32 checkpoints as they are and makes bfloat16 of all others. `rank` of
+    `layout` gets its share. Raises ModelError with every missing, surplus and misshapen tensor,
+    ConfigError where the model cannot be split so.
     """
+    grid = Grid(layout)
     with _open(pathlib.Path(path)) as (config, source):
         spec = _spec(config, source, DTYPES.get(dtype) or auto_dtype(source))
+        if findings := check_layout(spec, layout):
+            raise ConfigError(findings)
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
-        whole, part, stage = Checklist(), Checklist(), _stage(spec.layers, layout, rank)
-        Model(spec, whole, ops, mlp_of)
+        whole, part = Checklist(), Checklist()
+        Model(spec, whole, ops, mlp_of, Grid(ONE_RANK), 0)
         whole.check(source)
-        Model(spec, part, ops, mlp_of, stage)
+        Model(spec, part, ops, mlp_of, grid, rank)
         reader = Reader(source, ops, spec.dtype, layout, rank)
         threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         with reader.reading_ahead(part, threads, progress):
-            model = Model(spec, reader, ops, mlp_of, stage)
+            model = Model(spec, reader, ops, mlp_of, grid, rank)
         model.nbytes = reader.nbytes
     _give_back()
     return model
@@ -87,11 +92,6 @@ def _give_back() -> None:
     """Return freed memory to the system: glibc keeps what the reading threads let go."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _stage(n_layers: int, layout: Layout, rank: int) -> range:
-    grid = Grid(layout)
-    return grid.stage(n_layers, grid.place(rank).pp)
 
 
 @contextlib.contextmanager

@@ -16,16 +16,22 @@ class Split:
     """Dimension `dim` is cut over `axes` (slowest first) in `units` equal, indivisible parts.
 
     With `units` 0 any row stands alone, and shares differ by one row at most. With `replicas` there
-    may be more ranks than units (KV heads): neighbours then hold the same unit.
+    may be more ranks than units (KV heads): neighbours then hold the same unit. `exact_only` units
+    are those of a sum's blocks: fast numerics cut them where they do not go up evenly.
     """
 
     dim: int
     axes: tuple[str, ...]
     units: int = 0
     replicas: bool = False
+    exact_only: bool = False
+
+    def is_cut(self, layout: Layout) -> bool:
+        return any(getattr(Grid(layout), axis) > 1 for axis in self.axes)
 
 
 WHOLE = Split(0, ())
+TILE = 32  # columns of a weight that the kernels take at once
 
 
 def share(split: Split, layout: Layout, rank: int) -> tuple[int, int]:
@@ -45,7 +51,10 @@ def bounds(split: Split, length: int, layout: Layout, rank: int) -> tuple[int, i
     number, places = share(split, layout, rank)
     if places == 1:
         return 0, length
-    units = split.units or length
+    units, is_even = split.units or length, split.units > 0
+    if split.exact_only and layout.numerics == "fast" and units % places:
+        tiles, is_even = length // TILE, False
+        units = tiles if tiles * TILE == length and tiles >= places else length
     unit_len = length // units
     assert unit_len * units == length, (split, length)
     if split.replicas and places > units:
@@ -53,7 +62,7 @@ def bounds(split: Split, length: int, layout: Layout, rank: int) -> tuple[int, i
             raise ConfigError(f"{units} parts cannot be copied evenly to {places} ranks")
         unit = number // (places // units)
         return unit * unit_len, (unit + 1) * unit_len
-    if split.units and units % places:
+    if is_even and units % places:
         raise ConfigError(f"{units} parts do not split over {places} ranks ({split.axes})")
     return units * number // places * unit_len, units * (number + 1) // places * unit_len
 

@@ -1,4 +1,4 @@
-"""The tensors of one step, built from the plan's rows with a few numpy calls however many rows."""
+"""The tensors of one step on one rank: a few numpy calls from the plan, however many rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ import torch
 
 from aserve.core.replica import RowsView
 from aserve.tensor.ops import Attend
+from aserve.tensor.tokens import Seat, Tokens
 
 Ints = npt.NDArray[np.int32]
 
 
 class PageTables:
-    """The page tables of all sequences as rows of one array, so that a step can gather them.
-
-    A sequence keeps its row from admission to drop; pages are only ever appended.
+    """The page tables of a DP group's sequences as rows of one array, so that a step can gather
+    them. A sequence keeps its row from its first step to its drop; pages are only ever appended.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -27,8 +27,11 @@ class PageTables:
         self._lengths: dict[int, int] = {}
 
     def drop(self, seq: int) -> None:
-        self._free.append(self._rows.pop(seq))
-        del self._lengths[seq]
+        """Those of other groups, of which nothing is known here, too."""
+        row = self._rows.pop(seq, None)
+        if row is not None:
+            self._free.append(row)
+            del self._lengths[seq]
 
     def update(self, seq: int, pages: Sequence[int]) -> int:
         """Copy what `pages` has more than last time; the sequence's row."""
@@ -66,43 +69,63 @@ class PageTables:
 
 
 class StepInputs:
-    """`tokens_T` (int64) and `attend` of the rows of `views`, in their order.
+    """What the model takes: `tokens` and `ids_G` of all groups, `attend` of the rank's own.
 
-    `last_rows[n]` is the last row of view n.
+    `views` are those of the plan, groups in order. `last_rows[n]` is the last row of view n, by its
+    number in the plan.
     """
 
-    __slots__ = ("attend", "last_rows", "tokens_T")
+    __slots__ = ("attend", "ids_G", "last_rows", "tokens")
 
-    def __init__(self, views: Sequence[RowsView], tables: PageTables) -> None:
-        tokens: list[int] = []
+    def __init__(self, views: Sequence[RowsView], tables: PageTables, seat: Seat) -> None:
+        groups: list[list[RowsView]] = [[] for _ in range(seat.grid.dp)]
+        ids: list[int] = []
         for view in views:
             assert not view.rows.parents, "trees of rows come with speculation"
-            tokens.extend(view.rows.tokens)
-        rows_N = _ints([tables.update(view.rows.seq, view.state.pages) for view in views])
-        start_N = _ints([view.rows.start for view in views])
-        count_N = _ints([len(view.rows.tokens) for view in views])
-        kv_len_N = start_N + count_N
-        pages_max = -(-int(kv_len_N.max()) // tables.page_size)
-        row_start_M: Ints = np.zeros(len(views) + 1, dtype=np.int32)
-        np.cumsum(count_N, out=row_start_M[1:])
-        page_table_NP = tables.gather(rows_N, pages_max)
-        if len(tokens) == len(views):
-            positions_T, owner_T = start_N, np.arange(len(views), dtype=np.int32)
-        else:
-            owner_T = np.repeat(np.arange(len(views), dtype=np.int32), count_N)
-            within_T = np.arange(len(tokens), dtype=np.int32) - row_start_M[owner_T]
-            positions_T = start_N[owner_T] + within_T
-        page_T, offset_T = np.divmod(positions_T, np.int32(tables.page_size))
-        slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
-        self.last_rows: list[int] = (row_start_M[1:] - 1).tolist()
-        self.tokens_T = torch.tensor(tokens, dtype=torch.int64)
-        self.attend = Attend(
-            slots_T=torch.from_numpy(slots_T),
-            positions_T=torch.from_numpy(positions_T),
-            page_table_NP=torch.from_numpy(page_table_NP),
-            row_start_M=torch.from_numpy(row_start_M),
-            kv_len_N=torch.from_numpy(kv_len_N),
-        )
+            groups[view.group].append(view)
+            ids.extend(view.rows.tokens)
+        lengths = [[len(view.rows.tokens) for view in group] for group in groups]
+        self.tokens = Tokens(seat, lengths)
+        self.ids_G = torch.tensor(ids, dtype=torch.int64)
+        if self.tokens.order_G is not None:
+            self.ids_G = self.ids_G[torch.from_numpy(self.tokens.order_G)]
+        ends = np.cumsum([length for group in lengths for length in group])
+        self.last_rows: list[int] = (ends - 1).tolist()
+        self.attend = _attend(groups[seat.place.dp], tables, self.tokens)
+
+
+def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> Attend:
+    """Queries are the rank's own rows, keys those of its whole group."""
+    rows_N = _ints([tables.update(view.rows.seq, view.state.pages) for view in views])
+    start_N = _ints([view.rows.start for view in views])
+    count_N = _ints([len(view.rows.tokens) for view in views])
+    kv_len_N = start_N + count_N
+    pages_max = -(-int(kv_len_N.max(initial=1)) // tables.page_size)
+    row_start_M: Ints = np.zeros(len(views) + 1, dtype=np.int32)
+    np.cumsum(count_N, out=row_start_M[1:])
+    page_table_NP = tables.gather(rows_N, pages_max)
+    n_rows = int(row_start_M[-1])
+    if n_rows == len(views):
+        positions_T, owner_T = start_N, np.arange(len(views), dtype=np.int32)
+    else:
+        owner_T = np.repeat(np.arange(len(views), dtype=np.int32), count_N)
+        within_T = np.arange(n_rows, dtype=np.int32) - row_start_M[owner_T]
+        positions_T = start_N[owner_T] + within_T
+    page_T, offset_T = np.divmod(positions_T, np.int32(tables.page_size))
+    slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
+    if tokens.seat.grid.cp > 1:
+        # KV comes from all cp ranks, queries are those rows that were cut for this one.
+        slots_T = slots_T[tokens.group_order]
+        positions_T = positions_T[tokens.local_order]
+        local_N = np.bincount(owner_T[tokens.local_order], minlength=len(views))
+        np.cumsum(local_N, out=row_start_M[1:])
+    return Attend(
+        slots_T=torch.from_numpy(slots_T),
+        positions_T=torch.from_numpy(positions_T),
+        page_table_NP=torch.from_numpy(page_table_NP),
+        row_start_M=torch.from_numpy(row_start_M),
+        kv_len_N=torch.from_numpy(kv_len_N),
+    )
 
 
 def _ints(values: list[int]) -> Ints:

@@ -2,143 +2,141 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from aserve.core.message import Result, StepPlan, StepReport, TokenLogprob
-from aserve.core.replica import Replica, RowsView
+from aserve.core.message import Result, StepPlan, StepReport
+from aserve.core.replica import KvMove, Replica, RowsView
 from aserve.models.registry import Model
+from aserve.runner.drawing import Drawing
 from aserve.runner.draws import Draws
 from aserve.runner.inputs import PageTables, StepInputs
 from aserve.runner.kv_store import KvStore
-from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, Sampler, SampleRow
+from aserve.tensor.collective import LayerPlane
+from aserve.tensor.sampler import Sampler
+from aserve.tensor.tokens import Seat, cp_shares, even_shares
 from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer
 
-LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """One plan's rows beside the state they work on, and the digest of the log so far."""
+    """One plan's rows, of all groups, beside the state they work on.
 
+    `moves` of KV come first. `inward` says what the stage before sends to this rank, and `digest`
+    covers the log so far.
+    """
+
+    step: int
     views: tuple[RowsView, ...]
+    moves: tuple[KvMove, ...]
+    inward: Mapping[str, tuple[Shape, torch.dtype]]
     digest: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outward:
+    """`bundle` is for the next stage; `results` are there at the leader of a DP group."""
+
     results: tuple[Result, ...]
+    bundle: Mapping[str, Tensor]
     digest: int
     micros: int
 
 
 class Runner:
-    """One rank that holds every layer. `apply` is cheap; `forward` is for the compute thread."""
+    """The rank that `model` was loaded for. `apply` is cheap; `forward` is for the compute thread.
 
-    rank = 0
+    `layer` is the rank's end of the layer plane; a stage of one rank needs none.
+    """
 
-    def __init__(self, model: Model, kv: KvStore, sampler: Sampler, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: KvStore,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        layer: LayerPlane | None = None,
+    ) -> None:
+        assert len(kv.layers) == len(model.stage), (len(kv.layers), model.stage)
+        self.rank = model.rank
         self._model = model
+        self._seat = Seat(model.grid, model.rank, layer)
         self._kv = kv
-        self._sampler = sampler
         self._replica = Replica(kv.page_size)
         self._tables = PageTables(kv.page_size)
         self._draws = Draws(partial(grammar.compile, tokenizer=tokenizer, vocab=model.spec.vocab))
+        self._drawing = Drawing(model, self._seat, sampler, self._draws)
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
-        views = self._replica.apply(plan).views
+        assert len(plan.batches) == self._seat.grid.dp, (len(plan.batches), self._seat.grid.dp)
+        views, moves = self._replica.apply(plan)
         for seq in plan.drops:
             self._tables.drop(seq)
             self._draws.drop(seq)
-        return Work(views, self._replica.digest)
+        return self.work(plan.step, views, moves)
 
-    def forward(self, work: Work, inward: None) -> Outward:
-        """Run the rows through the model and draw. An error of one sequence is its own."""
+    def work(self, step: int, views: tuple[RowsView, ...], moves: tuple[KvMove, ...] = ()) -> Work:
+        """What is to be done for the rows of a plan that has been applied."""
+        return Work(step, views, moves, self._inward(views), self._replica.digest)
+
+    def _inward(self, views: Sequence[RowsView]) -> dict[str, tuple[Shape, torch.dtype]]:
+        if self._model.is_first:
+            return {}
+        grid, place = self._seat.grid, self._seat.place
+        lengths = [view.n_rows for view in views if view.group == place.dp]
+        n_rows = len(cp_shares(grid.layout.cp_split, grid.cp, lengths)[place.cp])
+        n_slice = even_shares(n_rows, grid.attn_tp)[place.attn_tp]
+        return {"hidden": ((n_slice, self._model.spec.hidden), torch.float32)}
+
+    def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
+        """Run the rows through the stage and draw. An error of one sequence is its own.
+
+        A stage without rows calls nobody; a group without rows in a step where others have some
+        takes part like them.
+        """
         started = time.perf_counter()
+        self._seat.layer.start(work.step)
         results: tuple[Result, ...] = ()
-        if work.views:
-            with torch.inference_mode():
-                results = self._results(work.views)
+        bundle: Mapping[str, Tensor] = {}
+        with torch.inference_mode():
+            self._move(work.moves)
+            if work.views:
+                results, bundle = self._run(work.views, inward or {})
+            elif not self._model.is_last:
+                bundle = {"hidden": torch.empty(0, self._model.spec.hidden)}
         micros = round((time.perf_counter() - started) * 1e6)
-        return Outward(results, work.digest, micros)
+        return Outward(results, bundle, work.digest, micros)
 
     def report(self, plan: StepPlan, outward: Outward) -> StepReport:
         return StepReport(
             plan.step, self.rank, outward.digest, outward.results, (), (), outward.micros
         )
 
-    def _results(self, views: Sequence[RowsView]) -> tuple[Result, ...]:
-        inputs = StepInputs(views, self._tables)
-        hidden_TH = self._model.forward(inputs.tokens_T, self._kv.layers, inputs.attend)
-        drawn = self._draw(views, hidden_TH, inputs.last_rows)
-        results = []
-        for place, view in enumerate(views):
-            state, one = view.state, drawn[place]
-            told: tuple[TokenLogprob, ...] = ()
-            if state.sampling.prompt_logprobs >= 0:
-                first = inputs.last_rows[place] + 1 - view.n_rows
-                found = self._prompt_logprobs(view, hidden_TH[first : first + view.n_rows])
-                if found is None:
-                    one = Drawn(-1, error=NOT_A_NUMBER)
-                else:
-                    told = found
-            results.append(_result(view, one, told))
-        return tuple(results)
+    def _run(
+        self, views: Sequence[RowsView], inward: Mapping[str, Tensor]
+    ) -> tuple[tuple[Result, ...], Mapping[str, Tensor]]:
+        model, inputs = self._model, StepInputs(views, self._tables, self._seat)
+        tokens = inputs.tokens
+        hidden_TH = model.forward(
+            inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden")
+        )
+        if model.is_last:
+            return self._drawing.results(views, inputs, hidden_TH), {}
+        return (), {"hidden": tokens.slice(hidden_TH)}
 
-    def _draw(
-        self, views: Sequence[RowsView], hidden_TH: Tensor, last_rows: Sequence[int]
-    ) -> list[Drawn | None]:
-        """For each view its draw, None if it takes none."""
-        drawn: list[Drawn | None] = [None] * len(views)
-        places: list[int] = []
-        rows: list[SampleRow] = []
-        for place, view in enumerate(views):
-            if not view.rows.sample:
-                continue
-            row = self._draws.row(view.state)
-            if isinstance(row, Drawn):
-                drawn[place] = row
-            else:
-                places.append(place)
-                rows.append(row)
-        if rows:
-            hidden_RH = hidden_TH
-            if len(rows) != len(hidden_TH):
-                hidden_RH = hidden_TH[[last_rows[place] for place in places]]
-            logits_RV = self._model.logits(hidden_RH)
-            for place, one in zip(places, self._sampler.sample(logits_RV, rows), strict=True):
-                drawn[place] = one
-        return drawn
-
-    def _prompt_logprobs(
-        self, view: RowsView, hidden_TH: Tensor
-    ) -> tuple[TokenLogprob, ...] | None:
-        """Of the prompt tokens behind these rows; None if a logit is not a number."""
-        state, start = view.state, view.start
-        end = min(start + view.n_rows, state.prompt_len - 1)
-        told: list[TokenLogprob] = []
-        for first in range(start, end, LOGITS_ROWS_MAX):
-            last = min(first + LOGITS_ROWS_MAX, end)
-            logits_RV = self._model.logits(hidden_TH[first - start : last - start])
-            targets = state.tokens[first + 1 : last + 1]
-            wanted = state.sampling.prompt_logprobs
-            for one in self._sampler.logprobs(logits_RV, targets, wanted):
-                if one is None:
-                    return None
-                told.append(one)
-        return tuple(told)
-
-
-def _result(view: RowsView, drawn: Drawn | None, told: tuple[TokenLogprob, ...]) -> Result:
-    seq, path = view.rows.seq, tuple(range(view.n_rows))
-    if drawn is None:
-        return Result(seq, path, (), (), told)
-    if drawn.error is not None:
-        return Result(seq, path, (), error=drawn.error)
-    logprobs = () if drawn.logprob is None else (drawn.logprob,)
-    return Result(seq, path, (drawn.token,), logprobs, told)
+    def _move(self, moves: Sequence[KvMove]) -> None:
+        """Within this group's pool, in every layer of the stage."""
+        own = [move for move in moves if move.group == self._seat.place.dp]
+        if not own:
+            return
+        slots_from = torch.tensor([s for move in own for s in move.slots_from], dtype=torch.int32)
+        slots_to = torch.tensor([s for move in own for s in move.slots_to], dtype=torch.int32)
+        for pages in self._kv.layers:
+            self._model.ops.kv_move(pages, slots_from, slots_to)

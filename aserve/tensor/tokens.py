@@ -31,11 +31,7 @@ class Seat:
         self.attn_tp, self.cp, self.rows, self.tp, self.experts = (
             self.layer.group(name) for name in ("attn_tp", "cp", "rows", "tp", "experts")
         )
-
-    @property
-    def is_leader(self) -> bool:
-        """This rank draws the tokens of its DP group."""
-        return self.rank == self.grid.leader(self.place.dp)
+        self.is_leader = rank == grid.leader(self.place.dp)  # draws the tokens of its DP group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@ import random
 
 import numpy as np
 
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
 from aserve.core.message import Admit, Rows, Sampling
 from aserve.core.replica import RowsView, SequenceState
 from aserve.runner.inputs import PageTables, StepInputs
+from aserve.tensor.tokens import Seat
 
 PAGE_SIZE = 4
+ALONE = Seat(Grid(Layout()), 0)
 
 
 def state(seq: int, pages: list[int], n_tokens: int) -> SequenceState:
@@ -24,7 +28,7 @@ def view(of: SequenceState, start: int, n_rows: int) -> RowsView:
 
 def check(inputs: StepInputs, views: list[RowsView]) -> None:
     attend = inputs.attend
-    assert inputs.tokens_T.tolist() == [token for one in views for token in one.rows.tokens]
+    assert inputs.ids_G.tolist() == [token for one in views for token in one.rows.tokens]
     assert attend.positions_T.tolist() == [at for one in views for at in one.positions()]
     assert attend.slots_T.tolist() == [slot for one in views for slot in one.slots()]
     assert attend.kv_len_N.tolist() == [one.kv_len for one in views]
@@ -62,13 +66,13 @@ def test_chunks_and_decode_rows_of_growing_sequences() -> None:
             lengths[seq] += n_rows
         if views:
             dice.shuffle(views)
-            check(StepInputs(views, tables), views)
+            check(StepInputs(views, tables, ALONE), views)
 
 
 def test_a_sequence_that_comes_back_has_a_fresh_table() -> None:
     tables = PageTables(PAGE_SIZE)
     first = [view(state(1, [7, 8, 9], 100), 0, 12)]
-    check(StepInputs(first, tables), first)
+    check(StepInputs(first, tables, ALONE), first)
     tables.drop(1)
     again = [view(state(1, [3], 100), 0, 2)]
-    check(StepInputs(again, tables), again)
+    check(StepInputs(again, tables, ALONE), again)

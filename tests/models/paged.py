@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aserve.models.decoder import Model
 from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.tokens import Seat, Tokens
 
 PAGES, PAGE_SIZE = 64, 4
 
@@ -24,6 +25,7 @@ class Paged:
             for _ in region.layers
         ]
         self.model = model
+        self.seat = Seat(model.grid, model.rank)
         self.free = torch.randperm(PAGES, generator=generator).tolist()
         self.pages: dict[int, list[int]] = {}
         self.kv_len: dict[int, int] = {}
@@ -31,11 +33,14 @@ class Paged:
     @torch.inference_mode()
     def step(self, *rows: tuple[int, Sequence[int]]) -> list[Tensor]:
         """Run (sequence, tokens) rows together; the logits of each sequence's rows."""
-        tokens = [token for _, chunk in rows for token in chunk]
-        hidden = self.model.forward(
-            torch.tensor(tokens, dtype=torch.int64), self.kv, self.attend(rows)
-        )
-        return list(self.model.logits(hidden).split([len(chunk) for _, chunk in rows]))
+        hidden = self.forward(*rows)
+        logits = self.model.logits(hidden, (len(hidden),), self.seat)
+        return list(logits.split([len(chunk) for _, chunk in rows]))
+
+    def forward(self, *rows: tuple[int, Sequence[int]], hidden: Tensor | None = None) -> Tensor:
+        ids = torch.tensor([token for _, chunk in rows for token in chunk], dtype=torch.int64)
+        tokens = Tokens(self.seat, [[len(chunk) for _, chunk in rows]])
+        return self.model.forward(ids, tokens, self.kv, self.attend(rows), hidden)
 
     def attend(self, rows: Sequence[tuple[int, Sequence[int]]]) -> Attend:
         slots, positions, starts, kv_lens = [], [], [0], []

@@ -118,14 +118,12 @@ def test_two_stages_in_a_row_are_the_whole_model(ops: Ops) -> None:
     stages = [load_model(folder, ops=ops, layout=layout, rank=rank) for rank in range(2)]
     assert [list(stage.stage) for stage in stages] == [[0], [1, 2]]
     assert [region.layers for stage in stages for region in stage.regions()] == [(0,), (1, 2)]
-    tokens = torch.tensor(prompt(20))
     first, second = (Paged(stage) for stage in stages)
-    rows = [(0, tokens.tolist())]
+    row = (0, prompt(20))
     with torch.inference_mode():
-        between = stages[0].forward(tokens, first.kv, first.attend(rows))
-        hidden = stages[1].forward(tokens, second.kv, second.attend(rows), between)
-        logits = stages[1].logits(hidden)
-    assert torch.equal(logits, whole.step(*rows)[0])
+        hidden = second.forward(row, hidden=first.forward(row))
+        logits = stages[1].logits(hidden, (20,), second.seat)
+    assert torch.equal(logits, whole.step(row)[0])
 
 
 def test_a_tied_table_is_in_memory_once() -> None:

@@ -15,6 +15,7 @@ from aserve.models.registry import load_model
 from aserve.models.split import WHOLE, Split, share, slice_for
 from aserve.models.weights.loader import Checklist, Matrix, Reader
 from aserve.models.weights.safetensors import open_safetensors
+from aserve.tensor.collective import sum_blocks
 from aserve.tensor.reference import ReferenceOps
 from tests.models.families import saved
 
@@ -98,17 +99,19 @@ def test_what_two_ranks_load_is_what_one_loads(name: str) -> None:
     attention = [model.layers[1].attention for model in (one, *ranks)]
     assert [a.heads for a in attention] == [4, 2, 2]
     assert [a.kv_heads for a in attention] == [2, 1, 1]
-    assert [a.out.row_blocks for a in attention] == [2, 1, 1]
+    assert [a.out.weight.row_blocks for a in attention] == [2, 1, 1]
     dim = attention[0].dim
     whole, first, second = (ops.linear(x, a.qkv).view(5, -1, dim) for a in attention)
     q = torch.cat((first[:, :2], second[:, :2]), 1)
     k, v = (torch.cat((first[:, i : i + 1], second[:, i : i + 1]), 1) for i in (2, 3))
     torch.testing.assert_close(whole, torch.cat((q, k, v), 1))
     y = torch.randn(5, 4 * dim)
-    halves = [
-        ops.linear(y[:, s], a.out) for s, a in zip(_halves(4 * dim), attention[1:], strict=True)
+    parts = [
+        ops.linear_parts(y[:, s], a.out.weight)
+        for s, a in zip(_halves(4 * dim), attention[1:], strict=True)
     ]
-    torch.testing.assert_close(ops.linear(y, attention[0].out), halves[0] + halves[1])
+    summed = attention[1].out.settle(sum_blocks(torch.cat(parts)))
+    torch.testing.assert_close(ops.linear(y, attention[0].out.weight), summed)
 
 
 def _halves(length: int) -> tuple[slice, slice]:

@@ -40,11 +40,28 @@ class Matrix:
     bias: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowParallel:
+    """A weight whose columns are split. If `is_split`, ranks give partial sums
+    (`Ops.linear_parts`), and whoever has added them up adds `bias_N`: once, and last."""
+
+    weight: Linear
+    bias_N: Tensor | None
+    is_split: bool
+
+    def settle(self, sum_TN: Tensor) -> Tensor:
+        return sum_TN if self.bias_N is None else sum_TN + self.bias_N
+
+
 class Weights(Protocol):
     """What a layer takes its parameters from."""
 
-    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+    def linear(self, *parts: Matrix) -> Linear:
         """One weight of several with the same k, one under the other."""
+        ...
+
+    def row_parallel(self, part: Matrix, row_blocks: int) -> RowParallel:
+        """A weight split by columns, summed in `row_blocks` over all ranks."""
         ...
 
     def vector(self, name: str, n: int) -> Tensor:
@@ -55,8 +72,8 @@ class Weights(Protocol):
         """An embedding, in the dtype of the model."""
         ...
 
-    def held(self, split: Split) -> range:
-        """Which units of a split parameter (heads, experts) are held here."""
+    def held(self, split: Split, length: int) -> range:
+        """Which of `length` (heads, experts, rows) are held here."""
         ...
 
 
@@ -66,12 +83,15 @@ class Checklist:
     def __init__(self) -> None:
         self.expected: dict[str, tuple[tuple[int, ...], Split]] = {}
 
-    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+    def linear(self, *parts: Matrix) -> Linear:
         for part in parts:
             self._note(f"{part.name}.weight", (part.n, part.k), part.split)
             if part.bias:
                 self._note(f"{part.name}.bias", (part.n,), _bias_split(part.split))
         return None  # type: ignore[return-value]
+
+    def row_parallel(self, part: Matrix, row_blocks: int) -> RowParallel:
+        return RowParallel(self.linear(part), None, False)
 
     def vector(self, name: str, n: int) -> Tensor:
         self._note(name, (n,), WHOLE)
@@ -81,8 +101,8 @@ class Checklist:
         self._note(name, (rows, columns), split)
         return None  # type: ignore[return-value]
 
-    def held(self, split: Split) -> range:
-        return range(split.units)
+    def held(self, split: Split, length: int) -> range:
+        return range(length)
 
     def _note(self, name: str, shape: tuple[int, ...], split: Split) -> None:
         assert self.expected.get(name, (shape, split)) == (shape, split), name
@@ -169,17 +189,29 @@ class Reader:
                 self._ahead.clear()
                 self._queue.clear()
 
-    def linear(self, *parts: Matrix, row_blocks: int = 1) -> Linear:
+    def linear(self, *parts: Matrix) -> Linear:
         weights = [self._read(f"{part.name}.weight") for part in parts]
-        split = parts[0].split
-        if split.dim == 1 and split.axes:
-            blocks = Split(0, split.axes, units=row_blocks)
-            row_blocks = len(self.held(blocks))
         bias = None
         if any(part.bias for part in parts):
             rows = zip(parts, weights, strict=True)
-            bias = torch.cat([self._bias(part, len(weight)) for part, weight in rows])
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            biases = [self._bias(part) if part.bias else torch.zeros(len(w)) for part, w in rows]
+            bias = torch.cat(biases)
+        return self._pack(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    def row_parallel(self, part: Matrix, row_blocks: int) -> RowParallel:
+        assert part.split.dim == 1, part
+        weight = self._read(f"{part.name}.weight")
+        bias = self._bias(part) if part.bias else None
+        if not part.split.is_cut(self._layout):
+            return RowParallel(self._pack(weight, bias, row_blocks), None, False)
+        blocks = 1  # in fast numerics a rank adds up what it has before it is sent
+        if self._layout.numerics == "exact":
+            whole = dataclasses.replace(part.split, units=row_blocks)
+            blocks = len(self.held(whole, row_blocks))
+        kept = None if bias is None else self._keep(bias)
+        return RowParallel(self._pack(weight, None, blocks), kept, True)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, row_blocks: int = 1) -> Linear:
         linear = self._ops.pack(weight.contiguous(), bias, row_blocks)
         self.nbytes += linear.nbytes
         return linear
@@ -190,14 +222,11 @@ class Reader:
     def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
         return self._keep(self._read(name).clone())
 
-    def held(self, split: Split) -> range:
-        return range(*bounds(split, split.units, self._layout, self._rank))
+    def held(self, split: Split, length: int) -> range:
+        return range(*bounds(split, length, self._layout, self._rank))
 
-    def _bias(self, part: Matrix, n_rows: int) -> Tensor:
-        # Of a row-parallel sum one rank adds the bias; of the others each adds its own rows.
-        if part.bias and (part.split.dim == 0 or self._rank == 0):
-            return self._read(f"{part.name}.bias")
-        return torch.zeros(n_rows)
+    def _bias(self, part: Matrix) -> Tensor:
+        return self._read(f"{part.name}.bias")
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self.nbytes += tensor.nbytes

@@ -1,0 +1,140 @@
+"""From the last hidden states of a step to the results of its rows.
+
+Every rank of the last stage takes part with its columns of the vocabulary; the leader of a DP group
+draws for it. Which rows need logits follows from the plan, so all ranks know of all.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from aserve.core.message import Result, TokenLogprob
+from aserve.core.replica import RowsView
+from aserve.models.registry import Model
+from aserve.runner.draws import Draws
+from aserve.runner.inputs import StepInputs
+from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, Sampler, SampleRow
+from aserve.tensor.tokens import Seat
+
+LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
+
+Told = dict[int, tuple[TokenLogprob, ...] | None]  # by the place of a view; None: not a number
+
+
+class Drawing:
+    """Keeps nothing of a step; `draws` are used at a leader only."""
+
+    def __init__(self, model: Model, seat: Seat, sampler: Sampler, draws: Draws) -> None:
+        self._model = model
+        self._seat = seat
+        self._sampler = sampler
+        self._draws = draws
+
+    def results(
+        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+    ) -> tuple[Result, ...]:
+        """Of the rows of this rank's DP group if it is its leader, else none."""
+        drawn = self._draw(views, inputs, hidden_TH)
+        told = self._prompt_logprobs(views, inputs, hidden_TH)
+        if not self._seat.is_leader:
+            return ()
+        return tuple(
+            _result(view, drawn.get(place), told.get(place, ()))
+            for place, view in enumerate(views)
+            if self._is_own(view)
+        )
+
+    def _is_own(self, view: RowsView) -> bool:
+        return view.group == self._seat.place.dp
+
+    def _draw(
+        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+    ) -> dict[int, Drawn]:
+        """By the place of its view, each draw of this rank's group."""
+        places = [place for place, view in enumerate(views) if view.rows.sample]
+        if not places:
+            return {}
+        last_rows = [inputs.last_rows[place] for place in places]
+        logits_RV = self._logits(inputs, hidden_TH, last_rows)
+        if not self._seat.is_leader:
+            return {}
+        own = [place for place in places if self._is_own(views[place])]
+        assert len(own) == len(logits_RV), (len(own), logits_RV.shape)
+        drawn: dict[int, Drawn] = {}
+        rows: list[SampleRow] = []
+        at: list[int] = []
+        for number, place in enumerate(own):
+            row = self._draws.row(views[place].state)
+            if isinstance(row, Drawn):
+                drawn[place] = row
+            else:
+                at.append(number)
+                rows.append(row)
+        if len(at) < len(own):
+            logits_RV = logits_RV[at]
+        if rows:
+            for number, one in zip(at, self._sampler.sample(logits_RV, rows), strict=True):
+                drawn[own[number]] = one
+        return drawn
+
+    def _logits(self, inputs: StepInputs, hidden_TH: Tensor, rows: Sequence[int]) -> Tensor:
+        """At a leader those of its group's `rows` (numbers in the plan), in their order."""
+        picked = inputs.tokens.pick(hidden_TH, rows)
+        logits_RV = self._model.logits(picked.x_WH, picked.counts, self._seat)
+        if picked.back is None or not self._seat.is_leader:
+            return logits_RV
+        return logits_RV[picked.back]
+
+    def _prompt_logprobs(
+        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+    ) -> Told:
+        """Of the prompt tokens behind these rows, where they are asked for."""
+        told: Told = {}
+        wanted = [
+            (place, row, target)
+            for place, view in enumerate(views)
+            if view.state.sampling.prompt_logprobs >= 0
+            for row, target in _prompt_rows(view, inputs.last_rows[place])
+        ]
+        for first in range(0, len(wanted), LOGITS_ROWS_MAX):
+            round_ = wanted[first : first + LOGITS_ROWS_MAX]
+            logits_RV = self._logits(inputs, hidden_TH, [row for _, row, _ in round_])
+            if not self._seat.is_leader:
+                continue
+            own = [(place, target) for place, _, target in round_ if self._is_own(views[place])]
+            start = 0
+            for place, rows in itertools.groupby(own, lambda one: one[0]):
+                targets = [target for _, target in rows]
+                some_RV = logits_RV[start : start + len(targets)]
+                start += len(targets)
+                count = views[place].state.sampling.prompt_logprobs
+                _tell(told, place, self._sampler.logprobs(some_RV, targets, count))
+        return told
+
+
+def _prompt_rows(view: RowsView, last_row: int) -> list[tuple[int, int]]:
+    """(number in the plan, token that comes next) of each row that predicts a prompt token."""
+    start, first_row = view.start, last_row + 1 - view.n_rows
+    end = min(start + view.n_rows, view.state.prompt_len - 1)
+    tokens = view.state.tokens
+    return [(first_row + at - start, tokens[at + 1]) for at in range(start, end)]
+
+
+def _tell(told: Told, place: int, found: Sequence[TokenLogprob | None]) -> None:
+    so_far = told.get(place, ())
+    numbers = tuple(one for one in found if one is not None)
+    is_whole = so_far is not None and len(numbers) == len(found)
+    told[place] = so_far + numbers if is_whole else None
+
+
+def _result(view: RowsView, drawn: Drawn | None, told: tuple[TokenLogprob, ...] | None) -> Result:
+    seq, path = view.rows.seq, tuple(range(view.n_rows))
+    if told is None:
+        drawn, told = Drawn(-1, error=NOT_A_NUMBER), ()
+    if drawn is None:
+        return Result(seq, path, (), (), told)
+    if drawn.error is not None:
+        return Result(seq, path, (), error=drawn.error)
+    logprobs = () if drawn.logprob is None else (drawn.logprob,)
+    return Result(seq, path, (drawn.token,), logprobs, told)
