@@ -4,7 +4,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -13,15 +13,17 @@ import msgspec
 import trio
 
 from aserve.actors.choice import Choice
-from aserve.actors.compute import open_compute_thread
+from aserve.actors.debug import DebugState, debug_state
 from aserve.actors.generation import Generation, Stream
-from aserve.actors.launch import ServiceNursery, run_guarded
-from aserve.actors.leader import Leader
-from aserve.actors.loading import Loaded, Progress, load
+from aserve.actors.launch import ServiceNursery
+from aserve.actors.loading import Progress
 from aserve.actors.metrics import EngineStatistics
+from aserve.actors.placement import Known, Placement
+from aserve.actors.places import open_placement
 from aserve.actors.prompt import Prompt, PromptReader
-from aserve.actors.rank import run_rank
 from aserve.actors.sampling import sampling_of
+from aserve.actors.supervision import State
+from aserve.actors.supervisor import Supervisor
 from aserve.actors.validate import (
     Facts,
     check_params,
@@ -34,16 +36,14 @@ from aserve.core.config import Config
 from aserve.core.features import explain
 from aserve.core.message import Grammar, Sampling
 from aserve.core.noise import seed_of_choice
-from aserve.core.planner import Planner
 from aserve.core.request import Request, SamplingParams, StructuredOutput
 from aserve.core.settings import merge
 from aserve.errors import ConfigError, RequestError
-from aserve.planes.hidden import OnlyStage
-from aserve.planes.request import open_request_plane
 from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer
 
 GRAMMARS_MAX = 256
+STATES_S = 1.0
 
 
 class RequestOptions(TypedDict, total=False):
@@ -74,19 +74,20 @@ class Ask(msgspec.Struct, frozen=True):
 class Engine:
     """Made by `open_engine`. Submitting is synchronous; what comes back is awaited."""
 
-    def __init__(self, config: Config, loaded: Loaded, leader: Leader) -> None:
+    def __init__(self, config: Config, known: Known, supervisor: Supervisor) -> None:
         self.config = config
-        self.model_name = loaded.name
-        self.context_len = loaded.context_len
-        self.vocab_size = loaded.vocab_size
-        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.model_name = known.name
+        self.context_len = known.context_len
+        self.vocab_size = known.vocab_size
+        self.tokenizer: Tokenizer = known.tokenizer
         self.created = int(time.time())
         # More choices than the queue can hold would be told to try again for ever.
         n_max = min(config.limits.n_max, config.schedule.waiting_max)
         limits = msgspec.structs.replace(config.limits, n_max=n_max)
         self._facts = Facts(self.context_len, self.vocab_size, limits)
         self._reader = PromptReader(self.tokenizer, self._facts)
-        self._leader = leader
+        self._supervisor = supervisor
+        self._leader = supervisor.leader
         self._compilers = trio.CapacityLimiter(2)
         self._grammars: dict[bytes, Grammar] = {}  # checked, by their JSON
         self._seqs = itertools.count(1)
@@ -95,13 +96,23 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Requests are taken: the model is loaded, nothing has died, no shutdown has begun."""
-        return self._leader.failure is None and not self._draining
+        """Requests are being answered: every rank serves, and no shutdown has begun."""
+        return self._supervisor.state is State.SERVING and not self._draining
+
+    @property
+    def state(self) -> State:
+        """Of the ranks. Requests are taken while they are restarted too, and wait."""
+        return self._supervisor.state
 
     @property
     def failure(self) -> str | None:
-        """What died, if something did."""
+        """What ended the ranks for good, if something did."""
         return self._leader.failure
+
+    @property
+    def last_break(self) -> str | None:
+        """Why the ranks were last started anew."""
+        return self._supervisor.reason
 
     async def check(self, params: SamplingParams) -> None:
         """`submit`'s checks of `params`, the slow one (its grammar) in another thread.
@@ -238,12 +249,22 @@ class Engine:
         return flushed
 
     def statistics(self) -> EngineStatistics:
-        return self._leader.statistics(ready=self.ready)
+        return self._leader.meters.statistics(
+            self._leader.planner.statistics(),
+            ready=self.ready,
+            state=self.state,
+            failure=self.failure,
+            restarts=self._supervisor.restarts,
+        )
+
+    async def debug_state(self, limit_s: float = STATES_S) -> DebugState:
+        """What every rank, queue and page is at; who does not answer within the limit is named."""
+        return await debug_state(self._supervisor, self.config, limit_s)
 
     def close(self) -> None:
         """End every request with "abort" and take no more; `open_engine` calls it on leaving."""
         self._draining = True
-        self._leader.close()
+        self._supervisor.close()
 
     async def wait_progress(self) -> None:
         """Return when a step was computed or a request ended: the queue may have room now."""
@@ -275,27 +296,18 @@ async def open_engine(
     ConfigError (ModelError for the model's own faults). Leaving the block aborts what still runs.
     """
     config = settled(model, config, overrides)
-    async with open_compute_thread() as compute:
-        loaded = await load(config, compute, progress)
-        async with run_engine(config, loaded, compute) as engine:
+    async with open_placement(config, progress) as placement:
+        async with run_engine(config, placement) as engine:
             yield engine
 
 
 @asynccontextmanager
-async def run_engine(
-    config: Config, loaded: Loaded, compute: Callable[..., Awaitable[Any]]
-) -> AsyncIterator[Engine]:
-    """The engine over a model that is already there, whose steps go through `compute`."""
-    async with (
-        open_request_plane() as (leader_end, follower_end),
-        ServiceNursery() as nursery,
-    ):
-        planner = Planner(config.schedule, loaded.cache, context_len=loaded.context_len)
-        leader = Leader(planner, leader_end)
-        engine = Engine(config, loaded, leader)
-        rank = partial(run_rank, loaded.runner, follower_end, OnlyStage(), compute)
-        nursery.start_soon(run_guarded, "rank 0", rank, leader.fail)
-        nursery.start_soon(run_guarded, "the planner's loop", leader.run, leader.fail)
+async def run_engine(config: Config, placement: Placement) -> AsyncIterator[Engine]:
+    """The engine over ranks that live in `placement`."""
+    async with ServiceNursery() as nursery:
+        supervisor = Supervisor(config, placement)
+        await nursery.start(supervisor.run)
+        engine = Engine(config, placement.known, supervisor)
         try:
             yield engine
         finally:

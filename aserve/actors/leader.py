@@ -1,7 +1,8 @@
 """The leader's loop: events go to the planner, plans to the ranks, outputs to the clients.
 
 While the ranks compute a step the leader turns the outputs of the step before into deltas. It
-waits on events only, and does nothing while there is nothing to do.
+waits on events only, and does nothing while there is nothing to do. Ranks may come and go under
+it: `run` serves one start of them, `reset` forgets what they had not answered.
 """
 
 import time
@@ -10,25 +11,39 @@ from collections.abc import Iterable, Sequence
 import trio
 
 from aserve.actors.choice import Choice
-from aserve.actors.metrics import EngineStatistics, Meters
-from aserve.core.message import StepReport
+from aserve.actors.metrics import Meters
+from aserve.core.message import StepPlan, StepReport
 from aserve.core.planner import Planner
 from aserve.core.request import FinishReason, Output, Request
 from aserve.errors import RequestError
 from aserve.planes.request import LeaderEnd
 
 
+class Awaited:
+    """A plan that not every rank has reported on yet."""
+
+    __slots__ = ("micros_max", "missing", "plan", "sent_at")
+
+    def __init__(self, plan: StepPlan, world: int) -> None:
+        self.plan = plan
+        self.missing = set(range(world))
+        self.sent_at = time.monotonic()
+        self.micros_max = 0
+
+
 class Leader:
     """Owns the planner. Everything but `run` and the waits is synchronous."""
 
-    def __init__(self, planner: Planner, plane: LeaderEnd) -> None:
+    def __init__(self, planner: Planner, *, world: int = 1, in_flight_max: int = 1) -> None:
         self.planner = planner
-        self.meters = Meters()
+        self.meters = Meters(world)
         self.failure: str | None = None
-        self._plane = plane
+        self.awaited: dict[int, Awaited] = {}
+        self._world = world
+        self._in_flight_max = in_flight_max
         self._choices: dict[int, Choice] = {}
-        self._in_flight = 0
-        self._wake: trio.Event | None = None
+        self._outputs: tuple[Output, ...] = ()  # not yet made into deltas
+        self._waiting: trio.CancelScope | None = None
         self._progress = trio.Event()
 
     def add(self, asked: Sequence[tuple[Request, Choice]]) -> None:
@@ -55,16 +70,23 @@ class Leader:
 
     def abort(self, seqs: Iterable[int]) -> bool:
         """End what still runs of `seqs`; False if nothing did. Pages go with the next plan."""
+        return self._finish(seqs, "abort")
+
+    def give_up(self, seqs: Iterable[int], why: str) -> bool:
+        """End what still runs of `seqs` with an error, and go on with the others."""
+        return self._finish(seqs, "error", why)
+
+    def _finish(self, seqs: Iterable[int], reason: FinishReason, error: str | None = None) -> bool:
         choices = [self._choices[seq] for seq in seqs if seq in self._choices]
         for choice in choices:
-            self.planner.finish(choice.seq, "abort")
-            self._end(choice, "abort")
+            self.planner.finish(choice.seq, reason)
+            self._end(choice, reason, error)
         if choices:
             self.wake()
         return bool(choices)
 
     def fail(self, message: str) -> None:
-        """A rank or this loop is dead: every request ends with an error, and none may come."""
+        """Nothing will be computed any more: every request ends with an error, none may come."""
         self.failure = self.failure or message
         for choice in list(self._choices.values()):
             self._end(choice, "error", message)
@@ -82,8 +104,8 @@ class Leader:
 
     def wake(self) -> None:
         """Something changed: the planner may have a plan now."""
-        if self._wake is not None:
-            self._wake.set()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def wait_progress(self) -> None:
         """Return when a step was reported or a choice ended since the call."""
@@ -93,19 +115,45 @@ class Leader:
         self._progress.set()
         self._progress = trio.Event()
 
-    async def run(self) -> None:
-        outputs: tuple[Output, ...] = ()
-        while True:
-            while (plan := self.planner.plan()) is not None:
-                self._plane.send_nowait(plan)
-                self._in_flight += 1
-                await self._let_rank_start()
-            delivered, outputs = self._deliver(outputs), ()
-            if self._in_flight:
-                outputs = self._reported(await self._plane.reports.receive())
-            elif not delivered:  # what was delivered may have given the planner news
-                self._announce()
-                await self._wait_wake()
+    def in_flight(self) -> dict[int, int]:
+        """The sequences that stand in steps not answered in full, and how many tokens each got."""
+        rows = (
+            rows
+            for awaited in self.awaited.values()
+            for batch in awaited.plan.batches
+            for rows in batch.rows
+        )
+        return {
+            row.seq: self._choices[row.seq].tokens_len for row in rows if row.seq in self._choices
+        }
+
+    def reset(self) -> None:
+        """The ranks are gone, and what they had not answered with them; see `Planner.reset`."""
+        self.awaited.clear()
+        self.planner.reset()
+        self._announce()
+
+    async def run(self, plane: LeaderEnd) -> None:
+        """Serve with one start of the ranks until they break, which raises.
+
+        PlaneError: a rank died or ranks did not meet; Desync: a rank is not where it should be.
+        """
+        try:
+            while True:
+                while (plan := self.planner.plan()) is not None:
+                    plane.send_nowait(plan)
+                    self.awaited[plan.step] = Awaited(plan, self._world)
+                    await self._let_rank_start()
+                delivered = self._deliver()
+                if len(self.awaited) >= self._in_flight_max:
+                    self._report(await plane.reports.receive())
+                elif self.awaited:
+                    await self._wait_news(plane)
+                elif not delivered:  # what was delivered may have given the planner news
+                    self._announce()
+                    await self._wait_news(plane)
+        finally:
+            self._deliver()  # the planner counts these tokens as given out
 
     async def _let_rank_start(self) -> None:
         """Only then are deltas made, beside the step instead of before it.
@@ -115,18 +163,30 @@ class Leader:
         for _ in range(2):
             await trio.lowlevel.checkpoint()
 
-    async def _wait_wake(self) -> None:
-        self._wake = trio.Event()
-        await self._wake.wait()
-        self._wake = None
+    async def _wait_news(self, plane: LeaderEnd) -> None:
+        """Until a report came (also a dead rank's last word, while nothing is asked) or `wake`."""
+        report: StepReport | None = None
+        with trio.CancelScope() as self._waiting:
+            report = await plane.reports.receive()
+        self._waiting = None
+        if report is not None:
+            self._report(report)
 
-    def _reported(self, report: StepReport) -> tuple[Output, ...]:
-        self._in_flight -= 1
-        self.meters.step_s.observe(report.micros / 1e6)
-        return self.planner.report(report)
+    def _report(self, report: StepReport) -> None:
+        """Raises Desync if the report cannot follow from its plan."""
+        outputs = self.planner.report(report)
+        self._outputs += outputs
+        awaited = self.awaited[report.step]
+        awaited.missing.discard(report.rank)
+        awaited.micros_max = max(awaited.micros_max, report.micros)
+        self.meters.report(report)
+        if not awaited.missing:
+            del self.awaited[report.step]
+            self.meters.step_s.observe(awaited.micros_max / 1e6)
 
-    def _deliver(self, outputs: tuple[Output, ...]) -> bool:
+    def _deliver(self) -> bool:
         """Turn outputs into deltas; False if there were none."""
+        outputs, self._outputs = self._outputs, ()
         if not outputs:
             return False
         now = time.monotonic()
@@ -164,20 +224,3 @@ class Leader:
         assert choice.finish_reason is not None
         self.meters.finished[choice.finish_reason] += 1
         self.meters.e2e_s.observe(time.monotonic() - choice.started_at)
-
-    def statistics(self, *, ready: bool) -> EngineStatistics:
-        meters = self.meters
-        return EngineStatistics(
-            ready=ready,
-            failure=self.failure,
-            planner=self.planner.statistics(),
-            requests=meters.requests,
-            finished=dict(meters.finished),
-            prompt_tokens=meters.prompt_tokens,
-            cached_tokens=meters.cached_tokens,
-            generation_tokens=meters.generation_tokens,
-            ttft_s=meters.ttft_s.data(),
-            inter_token_s=meters.inter_token_s.data(),
-            e2e_s=meters.e2e_s.data(),
-            step_s=meters.step_s.data(),
-        )

@@ -1,46 +1,41 @@
 """Opens what a rank needs (files, tokenizer, weights, KV pages), all of it off the event loop."""
 
-import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import trio
 
 from aserve.actors.compute import ComputeThread
-from aserve.actors.rank import RankRunner
-from aserve.core.config import Config
-from aserve.core.planner import CacheSpec
+from aserve.actors.placement import Known, threads_each
+from aserve.core.config import Cache, Config
+from aserve.core.layout import Grid
 from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
-from aserve.models.registry import load_model, load_spec
-from aserve.runner.kv_store import KvStore, pages_for
+from aserve.models.registry import Model, check_layout, load_model, load_spec
+from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
 from aserve.runner.runner import Runner
+from aserve.tensor.collective import LayerPlane
 from aserve.tensor.ops import open_ops
-from aserve.tensor.sampler import open_sampler
+from aserve.tensor.sampler import Sampler, open_sampler
 from aserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A model in memory, and what its users need to know of it."""
-
-    name: str
-    context_len: int
-    vocab_size: int
-    tokenizer: Tokenizer
-    cache: CacheSpec
-    runner: RankRunner[Any, Any]
+T = TypeVar("T")
 
 
 class LoadCancelled(BaseException):
     """Unwinds a load that nobody waits for; never seen outside this module."""
 
 
-async def load(config: Config, compute: ComputeThread, progress: Progress | None) -> Loaded:
-    """Load on the compute thread. Raises ModelError, ConfigError; cancelling stops it midway."""
+async def load(
+    compute: ComputeThread, work: Callable[[Progress], T], progress: Progress | None
+) -> T:
+    """`work(progress)` on the compute thread. Cancelling stops it at its next word of progress."""
 
     def step(done: int, total: int, what: str) -> None:
         if compute.cancelled:
@@ -49,7 +44,7 @@ async def load(config: Config, compute: ComputeThread, progress: Progress | None
             progress(done, total, what)
 
     try:
-        loaded = await compute(_load, config, step)
+        loaded = await compute(work, step)
     except LoadCancelled:
         await trio.lowlevel.checkpoint_if_cancelled()
         raise
@@ -57,27 +52,108 @@ async def load(config: Config, compute: ComputeThread, progress: Progress | None
     return loaded
 
 
-def _load(config: Config, progress: Progress) -> Loaded:
+def one_at_a_time(progress: Progress | None) -> Progress | None:
+    """`progress` for threads that load side by side."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+
+    def step(done: int, total: int, what: str) -> None:
+        with lock:
+            progress(done, total, what)
+
+    return step
+
+
+def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
+    """All but the weights, and the path they are under. Raises ModelError, ConfigError."""
     path = fetch.resolve(config.model.path, progress)
     spec = load_spec(path)  # first: a model of an unknown kind may lack what follows
     tokenizer = load_tokenizer(path, config.model.chat_template)
     _check_vocab(tokenizer, spec.vocab)  # before the weights, which take long
-    ops = open_ops(config.compute.kernels, config.compute.threads or cores())
-    model = load_model(path, dtype=config.model.dtype, ops=ops, progress=progress)
-    context_len = _context_len(config.model.context_len, model.spec.context_len)
-    cache = config.cache
-    tokens_max = config.schedule.running_max * (context_len + cache.page_size)
-    pages_total = pages_for(model.regions(), cache, tokens_max=tokens_max)
-    kv = KvStore(model.regions(), cache.page_size, pages_total)
-    sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
-    return Loaded(
+    check_layout(spec, config.layout)
+    known = Known(
         name=config.model.name or name_of(config.model.path),
-        context_len=context_len,
-        vocab_size=model.spec.vocab,
+        context_len=_context_len(config.model.context_len, spec.context_len),
+        vocab_size=spec.vocab,
         tokenizer=tokenizer,
-        cache=CacheSpec(cache.page_size, pages_total),
-        runner=Runner(model, kv, sampler, tokenizer),
     )
+    return known, str(path)
+
+
+class RankModel:
+    """One rank's share of the weights; any number of runners, one after another, may use it."""
+
+    def __init__(self, config: Config, rank: int, model: Model, sampler: Sampler) -> None:
+        self._config = config
+        self._grid = Grid(config.layout)
+        self._rank = rank
+        self._model = model
+        self._sampler = sampler
+        self.pages = 0  # that this rank has room for
+        self.n_layers = model.spec.layers
+
+    def runner(self, tokenizer: Tokenizer, plane: LayerPlane, pages_total: int) -> Runner:
+        """A runner with empty KV pools."""
+        kv = KvStore(self._model.regions(), self._config.cache.page_size, pages_total)
+        return Runner(
+            self._model,
+            kv,
+            self._sampler,
+            tokenizer,
+            grid=self._grid,
+            rank=self._rank,
+            layer=plane,
+        )
+
+
+class Share(NamedTuple):
+    """Which rank is loaded, and what it may have of its host: one of `n_local` ranks there."""
+
+    rank: int
+    n_local: int
+    threads: int
+
+
+def shares(config: Config, ranks: Sequence[int]) -> list[Share]:
+    """Of the ranks of one host."""
+    threads = threads_each(config.compute.threads or cores(), len(ranks))
+    return [Share(rank, len(ranks), n) for rank, n in zip(ranks, threads, strict=True)]
+
+
+def load_rank(
+    config: Config, path: str, context_len: int, share: Share, progress: Progress
+) -> RankModel:
+    """The weights of one rank. Raises ModelError, ConfigError."""
+
+    def step(done: int, total: int, what: str) -> None:
+        progress(done, total, what if world == 1 else f"rank {share.rank}: {what}")
+
+    world = Grid(config.layout).world
+    ops = open_ops(config.compute.kernels, share.threads)
+    model = load_model(
+        path,
+        dtype=config.model.dtype,
+        ops=ops,
+        progress=step,
+        layout=config.layout,
+        rank=share.rank,
+    )
+    sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
+    made = RankModel(config, share.rank, model, sampler)
+    tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
+    cache = _fair_share(config.cache, share.n_local)
+    made.pages = pages_for(model.regions(), cache, tokens_max=tokens_max)
+    return made
+
+
+def _fair_share(cache: Cache, n_local: int) -> Cache:
+    """The bound on the pool of one of `n_local` ranks of a host that see the same free memory."""
+    if n_local == 1 or cache.kv_tokens is not None:
+        return cache
+    free_mib = int(memory_free_bytes() * MEMORY_SHARE) >> 20
+    mib = min(cache.kv_mib_max, free_mib) // n_local
+    return msgspec.structs.replace(cache, kv_mib_max=max(1, mib))
 
 
 def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:

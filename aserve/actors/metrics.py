@@ -5,6 +5,7 @@ from collections import Counter
 
 import msgspec
 
+from aserve.core.message import StepReport
 from aserve.core.planner import PlannerStatistics
 
 LATENCY_BOUNDS_S = (
@@ -40,11 +41,23 @@ class Histogram:
         return HistogramData(self._bounds, tuple(self._counts), self._sum)
 
 
+class RankStatistics(msgspec.Struct, frozen=True):
+    """`step` is the last one reported, -1 for none; seconds are over all starts of the rank."""
+
+    rank: int
+    step: int
+    busy_s: float  # in forward
+    waited_s: float  # for plans and for the stage before
+
+
 class EngineStatistics(msgspec.Struct, frozen=True):
     """One moment of the engine. Latencies are per choice, as the leader saw them."""
 
     ready: bool
+    state: str  # of the grid of ranks; see aserve.actors.supervision
     failure: str | None
+    restarts: int
+    ranks: tuple["RankStatistics", ...]
     planner: PlannerStatistics
     requests: int
     finished: dict[str, int]
@@ -60,7 +73,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
 class Meters:
     """The running counts behind EngineStatistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
         self.requests = 0
         self.finished: Counter[str] = Counter()
         self.prompt_tokens = 0
@@ -70,3 +83,45 @@ class Meters:
         self.inter_token_s = Histogram()
         self.e2e_s = Histogram()
         self.step_s = Histogram()
+        self._steps = [-1] * world
+        self._busy_micros = [0] * world
+        self._waited_micros = [0] * world
+
+    def report(self, report: StepReport) -> None:
+        self._steps[report.rank] = report.step
+        self._busy_micros[report.rank] += report.micros
+        self._waited_micros[report.rank] += report.waited_micros
+
+    def ranks(self) -> tuple[RankStatistics, ...]:
+        numbers = zip(self._steps, self._busy_micros, self._waited_micros, strict=True)
+        return tuple(
+            RankStatistics(rank, step, busy / 1e6, waited / 1e6)
+            for rank, (step, busy, waited) in enumerate(numbers)
+        )
+
+    def statistics(
+        self,
+        planner: PlannerStatistics,
+        *,
+        ready: bool,
+        state: str,
+        failure: str | None,
+        restarts: int,
+    ) -> EngineStatistics:
+        return EngineStatistics(
+            ready=ready,
+            state=state,
+            failure=failure,
+            restarts=restarts,
+            ranks=self.ranks(),
+            planner=planner,
+            requests=self.requests,
+            finished=dict(self.finished),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generation_tokens=self.generation_tokens,
+            ttft_s=self.ttft_s.data(),
+            inter_token_s=self.inter_token_s.data(),
+            e2e_s=self.e2e_s.data(),
+            step_s=self.step_s.data(),
+        )

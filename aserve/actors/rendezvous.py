@@ -168,7 +168,7 @@ def _secret(environment: Environment, host: str) -> bytes:
     """All ranks prove to each other that they know it; on one host none is needed."""
     secret = environment.get(SECRET, "")
     if not secret and host in LOOPBACK:
-        return b"one host"
+        return b"ranks of one host"
     if len(secret) < SECRET_LEN_MIN:
         what = f"has {len(secret)} characters" if secret else "is not set"
         raise ConfigError(

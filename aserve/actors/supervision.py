@@ -3,7 +3,7 @@
 Pure: no awaits, clocks or processes. `aserve.actors.supervisor` does what it says.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -55,48 +55,43 @@ def step(state: State, event: Event) -> State:
 class Blame:
     """Counts breaks without progress: of the grid, and of each sequence in a step that broke.
 
-    Progress of a sequence is a token: it then goes back to nothing. A sequence that stood in an
-    unanswered step of `restarts_max + 1` breaks in a row, and got no token in between, is a
-    suspect: the ranks die of what it asks for, or of its neighbours in the step, which nobody can
-    tell apart from here. So that one poisoned request cannot keep all others from ever being
-    answered, suspects are given up and the ranks get one more chance without them. The innocent
-    among them lose an answer that they were not getting.
+    Progress is a token: it takes the count back to nothing. A sequence that stood in an unanswered
+    step at `restarts_max + 1` breaks in a row, and got no token in between, is a suspect: the ranks
+    die of what it asks for, or of its neighbours in the step, which nobody can tell apart from
+    here. So that one poisoned request cannot keep all others from ever being answered, suspects are
+    given up and the ranks get one more chance without them. The innocent among them lose an answer
+    that they were not getting.
 
     Steps alone are no progress: the first steps of every restart only compute again what was lost.
     """
 
     def __init__(self, restarts_max: int) -> None:
+        self.breaks = 0  # in a row
         self._restarts_max = restarts_max
-        self._breaks = 0
-        self._counts: dict[int, int] = {}
+        self._n_tokens = -1  # given out in all, at the last break
+        self._counts: dict[int, tuple[int, int]] = {}  # seq -> tokens it had, breaks since
         self._pardoned = False
 
-    @property
-    def breaks(self) -> int:
-        """In a row, without a token in between."""
-        return self._breaks
-
-    def progress(self, seqs: Iterable[int]) -> None:
-        """These sequences got tokens (or their end)."""
-        self._breaks = 0
-        self._pardoned = False
-        if self._counts:
-            for seq in seqs:
-                self._counts.pop(seq, None)
-
-    def broke(self, in_flight: Iterable[int]) -> tuple[int, ...]:
-        """Once more; `in_flight` stood in steps that were not answered. The suspects to give up."""
-        self._breaks += 1
-        counts = {seq: self._counts.get(seq, 0) + 1 for seq in in_flight}
-        # Who was not there when it broke is cleared.
-        suspects = tuple(seq for seq, count in counts.items() if count > self._restarts_max)
-        self._counts = {seq: n for seq, n in counts.items() if seq not in suspects}
-        if suspects and not self._pardoned:
+    def broke(self, in_flight: Mapping[int, int], n_tokens: int) -> tuple[int, ...]:
+        """Once more. `in_flight` are the sequences in unanswered steps and how many tokens each
+        got, `n_tokens` how many were given out in all. Returns the suspects to give up."""
+        if n_tokens != self._n_tokens:
+            self._n_tokens, self.breaks, self._pardoned = n_tokens, 0, False
+        self.breaks += 1
+        counts: dict[int, tuple[int, int]] = {}
+        for seq, had in in_flight.items():  # who was not there when it broke is cleared
+            before, count = self._counts.get(seq, (had, 0))
+            counts[seq] = (had, count + 1 if had == before else 1)
+        suspects = [seq for seq, (_, count) in counts.items() if count > self._restarts_max]
+        for seq in suspects:
+            del counts[seq]
+        self._counts = counts
+        if suspects and self._restarts_max and not self._pardoned:
             self._pardoned = True
-            self._breaks = min(self._breaks, self._restarts_max)
-        return suspects
+            self.breaks = min(self.breaks, self._restarts_max)
+        return tuple(suspects)
 
     @property
     def hopeless(self) -> bool:
         """It broke more often in a row than it may be restarted."""
-        return self._breaks > self._restarts_max
+        return self.breaks > self._restarts_max

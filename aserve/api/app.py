@@ -36,6 +36,7 @@ def build_app(service: Service) -> Starlette:
         Route("/health", control.health),
         Route("/ready", control.ready),
         Route("/version", control.version),
+        Route("/debug/state", control.debug_state),
         Route("/metrics", metrics.__call__),
     ]
     app = Starlette(

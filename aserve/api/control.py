@@ -32,19 +32,26 @@ class Control:
         self._service = service
 
     async def health(self, _request: Request) -> Response:
-        """Alive: also while the model loads; not once the engine has died."""
+        """Alive: also while the model loads or ranks are restarted, which a new process would not
+        hasten; not once they have failed for good, which only a new process can cure."""
         failure = self._service.failure
         if failure is not None:
             return answer({"status": "failed", "reason": failure}, 503)
-        return answer({"status": "alive"})
+        return answer({"status": "alive", "ranks": self._service.ranks})
 
     async def ready(self, _request: Request) -> Response:
-        if self._service.ready:
+        """Whether requests sent here now would be answered soon, and if not, why."""
+        service = self._service
+        if service.ready:
             return answer({"status": "ready"})
-        failed = self._service.failure is not None
-        response = answer({"status": "failed" if failed else self._service.phase}, 503)
+        status, reason = service.unready()
+        response = answer({"status": status, "reason": reason}, 503)
         response.headers["retry-after"] = "1"
         return response
+
+    async def debug_state(self, _request: Request) -> Response:
+        """What `aserve doctor` shows."""
+        return answer(await self._service.engine.debug_state())
 
     async def version(self, _request: Request) -> Response:
         return answer({"version": aserve.__version__})

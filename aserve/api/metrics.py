@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from aserve.actors.metrics import EngineStatistics, HistogramData
+from aserve.actors.supervision import State
 from aserve.api.service import Service
 
 
@@ -47,7 +48,32 @@ class Metrics(Collector):
             responses.add_metric((method, route, str(status)), count)
         yield responses
         if service.loaded:
-            yield from _engine(service.engine.statistics())
+            statistics = service.engine.statistics()
+            yield from _ranks(statistics)
+            yield from _engine(statistics)
+
+
+def _ranks(statistics: EngineStatistics) -> Iterator[Metric]:
+    """The state is one series a state, of which one is 1, as Prometheus has enumerations."""
+    states = GaugeMetricFamily("aserve_state", "State of the ranks.", labels=("state",))
+    for state in State:
+        states.add_metric((state,), float(statistics.state == state))
+    yield states
+    yield _counter("rank_restarts", "Restarts of the ranks.", statistics.restarts)
+    steps = GaugeMetricFamily("aserve_rank_step", "Last step reported.", labels=("rank",))
+    busy = CounterMetricFamily(
+        "aserve_rank_busy_seconds", "Time a rank computed.", labels=("rank",)
+    )
+    waited = CounterMetricFamily(
+        "aserve_rank_waited_seconds",
+        "Time a rank waited for plans and for the stage before.",
+        labels=("rank",),
+    )
+    for rank in statistics.ranks:
+        steps.add_metric((str(rank.rank),), rank.step)
+        busy.add_metric((str(rank.rank),), rank.busy_s)
+        waited.add_metric((str(rank.rank),), rank.waited_s)
+    yield from (steps, busy, waited)
 
 
 def _engine(statistics: EngineStatistics) -> Iterator[Metric]:

@@ -47,6 +47,21 @@ class Service:
         return None if self._engine is None else self._engine.failure
 
     @property
+    def ranks(self) -> str:
+        """The state of the ranks, in a word."""
+        return "loading" if self._engine is None else self._engine.state
+
+    def unready(self) -> tuple[str, str]:
+        """While not `ready`: what this server is at, and why."""
+        if self.failure is not None:
+            return "failed", self.failure
+        if self.phase == "draining":
+            return "draining", "the server is shutting down"
+        if self._engine is None:
+            return "loading", "the model is still loading"
+        return self._engine.state, self._engine.last_break or "the engine is closing"
+
+    @property
     def ready(self) -> bool:
         return self.phase == "serving" and self._engine is not None and self._engine.ready
 

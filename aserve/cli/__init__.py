@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "hold a conversation in the terminal",
     "bench": "measure a server, the kernels or the planner",
     "features": "print which features stack",
+    "doctor": "say what every rank of a running server is at",
     "check": "say whether a configuration would be accepted",
 }
 

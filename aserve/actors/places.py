@@ -1,0 +1,16 @@
+"""From `ranks.live` to the place it names."""
+
+from contextlib import AbstractAsyncContextManager
+
+from aserve.actors.here import open_here
+from aserve.actors.loading import Progress
+from aserve.actors.placement import Placement, live_of
+from aserve.core.config import Config
+
+
+def open_placement(
+    config: Config, progress: Progress | None
+) -> AbstractAsyncContextManager[Placement]:
+    """Load what outlives a restart of the ranks. Raises ModelError, ConfigError on entering."""
+    live = live_of(config)
+    return open_here(config, progress, inline=live == "inline")

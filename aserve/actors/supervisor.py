@@ -1,0 +1,128 @@
+"""Keeps a grid of ranks serving under one leader: starts it, and starts it anew when it breaks.
+
+What a restart loses is KV, not tokens: the leader holds every token given out, the planner plans
+them again, and as noise is keyed by position the text goes on as it would have.
+"""
+
+import logging
+from functools import partial
+
+import trio
+
+from aserve.actors.launch import cause_of_end
+from aserve.actors.leader import Leader
+from aserve.actors.placement import Placement, Ranks, in_flight_max
+from aserve.actors.supervision import Blame, Event, State, step
+from aserve.core.config import Config
+from aserve.core.layout import Grid
+from aserve.core.planner import CacheSpec, Planner
+from aserve.errors import Desync, PeerError, PlaneError
+
+logger = logging.getLogger("aserve.engine")
+
+# What new ranks can cure. All else is a fault of the leader's own, which would only come again.
+CURABLE = (
+    Desync,
+    PeerError,
+    PlaneError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    trio.EndOfChannel,
+    OSError,
+)
+
+
+class Supervisor:
+    """`run` it in a nursery with `start`, which returns once the first ranks serve."""
+
+    leader: Leader
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self.state = State.STARTING
+        self.reason: str | None = None  # of the last break
+        self.restarts = 0
+        self.ranks: Ranks | None = None  # while they serve
+        self._config = config
+        self._placement = placement
+        self._blame = Blame(config.ranks.restarts_max)
+        self._pages_total: int | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[Leader] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. Raises what the first start raised: nobody has asked for anything yet,
+        and whoever starts us wants to know."""
+        while self.state is not State.FAILED:
+            error = await cause_of_end(partial(self._serve, task_status))
+            assert error is not None, "a leader serves until something breaks"
+            if self.state is State.STARTING:
+                self._to(Event.GAVE_UP)
+                raise error
+            self._broke(error)
+        await trio.sleep_forever()
+
+    async def _serve(self, task_status: trio.TaskStatus[Leader]) -> None:
+        async with self._placement.open_ranks(self._pages_total) as ranks:
+            first = self.state is State.STARTING
+            if first:
+                self.leader = self._lead(ranks.pages_total)
+                self._pages_total = ranks.pages_total
+            self.ranks = ranks
+            self._to(Event.STARTED)
+            if first:
+                task_status.started(self.leader)
+            else:
+                logger.info("the ranks serve again")
+            try:
+                await self.leader.run(ranks.plane)
+            finally:
+                self.ranks = None
+
+    def _lead(self, pages_total: int) -> Leader:
+        config, grid = self._config, Grid(self._config.layout)
+        planner = Planner(
+            config.schedule,
+            CacheSpec(config.cache.page_size, pages_total),
+            context_len=self._placement.known.context_len,
+            layout=config.layout,
+            in_flight_max=in_flight_max(config),
+        )
+        return Leader(planner, world=grid.world, in_flight_max=in_flight_max(config))
+
+    def _to(self, event: Event) -> None:
+        self.state = step(self.state, event)
+
+    def _broke(self, error: Exception) -> None:
+        """Everything of the old ranks is gone. Decide what goes on, and without whom."""
+        self.reason = f"{type(error).__name__}: {error}"
+        leader = self.leader
+        suspects = self._blame.broke(leader.in_flight(), leader.meters.generation_tokens)
+        if not isinstance(error, CURABLE):
+            logger.error("the leader's loop died", exc_info=error)
+            self._give_up(f"the leader's loop died: {self.reason}")
+            return
+        logger.error("the ranks broke: %s", self.reason)
+        leader.reset()
+        if suspects:
+            count = self._config.ranks.restarts_max + 1
+            logger.error("giving up %d sequences in the steps that broke", len(suspects))
+            leader.give_up(
+                suspects, f"the ranks broke {count} times computing this; last: {self.reason}"
+            )
+        if self._blame.hopeless:
+            self._give_up(
+                f"the ranks broke {self._blame.breaks} times without a token in between; last: "
+                f"{self.reason}"
+            )
+            return
+        self._to(Event.BROKE)
+        self.restarts += 1
+        logger.warning("starting the ranks again (restart %d)", self.restarts)
+
+    def _give_up(self, why: str) -> None:
+        self._to(Event.GAVE_UP)
+        self.leader.fail(why)
+
+    def close(self) -> None:
+        """Nothing more will be computed; whoever runs this cancels it next."""
+        if self.state is not State.CLOSED:
+            self._to(Event.CLOSE)
+            self.leader.close()
