@@ -94,7 +94,7 @@ class Drawer:
         self, view: RowsView, tokens: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not self._draft_max:
-            return ()
+            return (), ()
         state = view.state
         n_generated = state.n_generated + len(tokens)
         random = Random(model.seed_numbers(state.sampling.seed, state.prompt_len, n_generated))

@@ -6,28 +6,28 @@ Either every rank of a copy looks at all its rows, or rows travel to their exper
 import numpy as np
 import torch
 
-from aserve.core.layout import Grid
-from aserve.tensor.collective import Collective, LayerPlane
+from aserve.tensor.collective import Collective
+from aserve.tensor.tokens import Seat, even_shares
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import Ints, to_ints, to_tensor
-from aserve.testing.spread import even
 
 
 class ExpertRank:
     """One rank's share of the experts of every layer."""
 
-    def __init__(self, grid: Grid, rank: int, plane: LayerPlane, kind: str) -> None:
+    def __init__(self, seat: Seat) -> None:
+        grid = seat.grid
         self._grid = grid
-        self._place = grid.place(rank)
-        self._plane = plane
-        self._kind = kind
+        self._place = seat.place
+        self._plane = seat.layer
+        self._kind = grid.layout.experts
         self._experts = model.EXPERTS // grid.ep
         units = model.UNITS // grid.moe_tp
         self._units = slice(self._place.moe_tp * units, (self._place.moe_tp + 1) * units)
 
     def mixed(self, layer: int, hidden: Ints) -> Ints:
         """What the experts say of all rows of the stage, the same on every rank."""
-        counts = even(len(hidden), self._grid.moe_dp)
+        counts = even_shares(len(hidden), self._grid.moe_dp)
         first = sum(counts[: self._place.moe_dp])
         copied = hidden[first : first + counts[self._place.moe_dp]]
         summed = (
@@ -47,7 +47,7 @@ class ExpertRank:
     def _travel(self, layer: int, hidden: Ints) -> Ints:
         """This rank sends its share of the copy's rows to the ranks of their experts."""
         ep = self._plane.group("ep")
-        shares = even(len(hidden), ep.size)
+        shares = even_shares(len(hidden), ep.size)
         first = sum(shares[: ep.rank])
         mine = hidden[first : first + shares[ep.rank]]
         experts = model.chosen_experts(layer, mine)  # [PER_ROW, rows]

@@ -10,9 +10,9 @@ import numpy as np
 
 from aserve.core.planner import CacheSpec
 from aserve.core.replica import RowsView
+from aserve.tensor.tokens import Rows
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import Ints
-from aserve.testing.spread import Indices
 
 NOBODY = -1
 
@@ -56,7 +56,7 @@ class IntegerPool:
         self.values[:, :, list(slots_to)] = self.values[:, :, list(slots_from)]
         self.writers[list(slots_to)] = seq
 
-    def write(self, layer: int, slots: Indices, values: Ints) -> None:
+    def write(self, layer: int, slots: Rows, values: Ints) -> None:
         self.values[layer - self._first][:, slots] = values
 
     def check(self, look: Look) -> None:

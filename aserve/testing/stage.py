@@ -5,7 +5,7 @@ only, so what it leaves out, doubles, sends astray or reads from the wrong page 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ from aserve.core.message import Result, StepPlan, StepReport
 from aserve.core.planner import CacheSpec
 from aserve.core.replica import Replica, RowsView
 from aserve.tensor.collective import LayerPlane
+from aserve.tensor.tokens import Rows, Seat, Tokens, even_shares
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import Ints, Shape, to_ints, to_tensor
 from aserve.testing.drafts import Guess
 from aserve.testing.draws import Drawer
 from aserve.testing.experts import ExpertRank
 from aserve.testing.kv_pool import IntegerPool, Look
-from aserve.testing.spread import Indices, Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Part:
     grid: Grid
     shape: Shape
     cache: CacheSpec
-    cp_split: str = "interleave"
-    experts: str = "gathered"
     draft_max: int = 0
 
 
@@ -44,7 +42,7 @@ class Work:
     step: int
     views: tuple[RowsView, ...]
     mine: tuple[RowsView, ...]  # of this rank's attention group
-    spread: Spread
+    tokens: Tokens
     inward: dict[str, tuple[tuple[int, ...], torch.dtype]]
     digest: int
     micros: int
@@ -61,14 +59,21 @@ class Outward:
 class StageRows:
     """A rank's view of its group's rows: all slots in group order, and what its own rows see."""
 
-    def __init__(self, views: Sequence[RowsView], own_from: dict[int, int], local: Indices) -> None:
+    def __init__(
+        self, views: Sequence[RowsView], own_from: dict[int, int], tokens: Tokens
+    ) -> None:
+        is_cut = tokens.seat.grid.cp > 1
+        self.local: Rows = tokens.local_order if is_cut else np.arange(tokens.n_local)
+        local = self.local
         self.looks = [Look(view, own_from[view.rows.seq]) for view in views]
         starts = np.cumsum([0, *(look.n_rows for look in self.looks)])
-        self.slots: Indices = np.concatenate(
-            [look.slots[look.start :] for look in self.looks] or [np.zeros(0, dtype=np.int64)]
+        self.slots: Rows = np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(look.slots[look.start :] for look in self.looks)]
         )
+        if is_cut:  # as `whole_sequence` gives them
+            self.slots = self.slots[tokens.group_order]
         # Of each sequence with rows here: where they are among them, and which of its rows.
-        self.seen: list[tuple[Look, Indices, Indices]] = []
+        self.seen: list[tuple[Look, Rows, Rows]] = []
         for look, first in zip(self.looks, starts[:-1], strict=True):
             places = np.flatnonzero((local >= first) & (local < first + look.n_rows))
             if len(places):
@@ -95,17 +100,17 @@ class LegibleStage:
         self.heads = slice(place.attn_tp * per_rank, (place.attn_tp + 1) * per_rank)
         self.pool = IntegerPool(part.cache, self.layers, per_rank)
         self.is_last = place.pp == grid.pp - 1
-        self.is_leader = rank == grid.leader(place.dp)
-        self._layer = layer
+        self._seat = Seat(grid, rank, layer)
         self._own_from: dict[int, int] = {}  # where the prefix that others wrote ends
-        self._experts = ExpertRank(grid, rank, layer, part.experts)
+        self._experts = ExpertRank(self._seat)
         self._drawer = Drawer(part.shape.vocab, part.draft_max, guess)
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
         applied = self.replica.apply(plan)
-        for seq, slots_from, slots_to in applied.moves:
-            self.pool.move(seq, slots_from, slots_to)
+        for move in applied.moves:
+            if move.group == self.place.dp:
+                self.pool.move(move.seq, move.slots_from, move.slots_to)
         for seq in plan.drops:
             del self._own_from[seq]
         for admit in plan.admits:
@@ -114,31 +119,28 @@ class LegibleStage:
         counts_G: list[list[int]] = [[] for _ in plan.batches]
         for view in views:
             counts_G[view.group].append(view.n_rows)
-        spread = Spread(self.part.grid, counts_G, self.part.cp_split)
+        tokens = Tokens(self._seat, counts_G)
         mine = tuple(view for view in views if view.group == self.place.dp)
         inward = {}
         if self.place.pp:
-            count = spread.slices(self.rank)[self.place.attn_tp]
+            count = tokens.slice_counts[self.place.attn_tp]
             inward["hidden"] = ((count, 1), torch.float64)
         micros = sum(cost_micros(view) for view in views) * len(self.layers) // 4 + 20
-        return Work(plan.step, views, mine, spread, inward, self.replica.digest, micros)
+        return Work(plan.step, views, mine, tokens, inward, self.replica.digest, micros)
 
-    def forward(self, work: Work, inward: dict[str, Tensor] | None) -> Outward:
-        self._layer.start(work.step)
+    def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
+        self._seat.layer.start(work.step)
+        rows = self._rows(work)
+        hidden = self._open(work, inward, rows)
+        for layer in self.layers:
+            hidden = self._attend(layer, hidden, rows, work.tokens)
+            hidden = self._widen(layer, hidden, work.tokens)
         bundle: dict[str, Tensor] = {}
         results: tuple[Result, ...] = ()
-        if work.spread.total:
-            hidden = self._open(work, inward)
-            rows = self._rows(work)
-            for layer in self.layers:
-                hidden = self._attend(layer, hidden, rows, work)
-                hidden = self._widen(layer, hidden, work)
-            if self.is_last:
-                results = self._draw(hidden, work)
-            else:
-                bundle["hidden"] = to_tensor(hidden)[self._slice(work)].clone()
-        elif not self.is_last:
-            bundle["hidden"] = torch.zeros(0, 1, dtype=torch.float64)
+        if self.is_last:
+            results = self._draw(hidden, work)
+        else:
+            bundle["hidden"] = work.tokens.slice(to_tensor(hidden)).clone()
         return Outward(bundle, results, work.digest, work.micros)
 
     def report(self, plan: StepPlan, outward: Outward) -> StepReport:
@@ -146,82 +148,67 @@ class LegibleStage:
             plan.step, self.rank, outward.digest, outward.results, (), (), outward.micros
         )
 
-    def _rows(self, work: Work) -> "StageRows":
-        rows = StageRows(work.mine, self._own_from, work.spread.local(self.rank))
+    def _rows(self, work: Work) -> StageRows:
+        rows = StageRows(work.mine, self._own_from, work.tokens)
         for look in rows.looks:
             self.pool.writers[look.slots[look.start :]] = look.seq
         for look in rows.looks:
             self.pool.check(look)
         return rows
 
-    def _slice(self, work: Work) -> slice:
-        counts = work.spread.slices(self.rank)
-        start = sum(counts[: self.place.attn_tp])
-        return slice(start, start + counts[self.place.attn_tp])
-
-    def _open(self, work: Work, inward: dict[str, Tensor] | None) -> Ints:
+    def _open(self, work: Work, inward: Mapping[str, Tensor] | None, rows: StageRows) -> Ints:
         """Hidden integers of this rank's rows: embedded, each token by one rank, or received."""
-        attn_tp = self._layer.group("attn_tp")
         if inward is not None:
-            counts = work.spread.slices(self.rank)
-            return to_ints(attn_tp.all_gather(inward["hidden"], counts))
+            return to_ints(work.tokens.join(inward["hidden"]))
         tokens = [token for view in work.mine for token in view.rows.tokens]
         positions = [position for view in work.mine for position in view.positions()]
-        local = work.spread.local(self.rank)
-        tokens_T = np.array(tokens, dtype=np.uint64)[local]
-        hidden = model.embed(tokens_T, np.array(positions, dtype=np.uint64)[local])
-        hidden[tokens_T % np.uint64(attn_tp.size) != self.place.attn_tp] = 0
+        tokens_T = np.array(tokens, dtype=np.uint64)[rows.local]
+        hidden = model.embed(tokens_T, np.array(positions, dtype=np.uint64)[rows.local])
+        attn_tp = self._seat.attn_tp
+        hidden[tokens_T % np.uint64(attn_tp.size) != attn_tp.rank] = 0
         return to_ints(attn_tp.all_reduce(to_tensor(hidden)[None]))
 
-    def _attend(self, layer: int, hidden: Ints, rows: StageRows, work: Work) -> Ints:
-        cached = model.cached(layer, hidden, self.heads)
-        whole = self._whole(to_tensor(cached.T), work)  # [group rows, heads]
-        self.pool.write(layer, rows.slots, whole.T)
-        sums = np.empty((len(cached), len(hidden)), dtype=np.uint64)
+    def _attend(self, layer: int, hidden: Ints, rows: StageRows, tokens: Tokens) -> Ints:
+        cached_TGD = to_tensor(model.cached(layer, hidden, self.heads).T)[:, :, None]
+        half = cached_TGD.shape[1] // 2  # as if they were keys and values
+        whole = torch.cat(tokens.whole_sequence(cached_TGD[:, :half], cached_TGD[:, half:]), dim=1)
+        self.pool.write(layer, rows.slots, to_ints(whole[:, :, 0], flat=False).T)
+        sums = np.empty((self.heads.stop - self.heads.start, len(hidden)), dtype=np.uint64)
         for look, places, within in rows.seen:
             sums[:, places] = self.pool.sums(layer, look)[:, within]
         said = model.read(layer, sums, self.heads).sum(0, dtype=np.uint64)
-        total = self._layer.group("attn_tp").all_reduce(to_tensor(said)[None])
-        return model.add(hidden, to_ints(total))
+        return model.add(hidden, to_ints(self._seat.attn_tp.all_reduce(to_tensor(said)[None])))
 
-    def _whole(self, x_TK: Tensor, work: Work) -> Ints:
-        """The rows of all cp ranks, in group order."""
-        counts = work.spread.cp_counts(self.rank)
-        gathered = self._layer.group("cp").all_gather(x_TK, counts)
-        return to_ints(gathered, flat=False)[work.spread.in_group_order(self.rank)]
-
-    def _widen(self, layer: int, hidden: Ints, work: Work) -> Ints:
+    def _widen(self, layer: int, hidden: Ints, tokens: Tokens) -> Ints:
         """The part in which every rank has every row of the stage."""
-        spread, grid = work.spread, self.part.grid
-        gathered = to_ints(
-            self._layer.group("rows").all_gather(to_tensor(hidden), spread.rows_counts)
-        )
+        wide = to_ints(tokens.to_global(to_tensor(hidden)))
         if self.part.shape.experts:
-            total = self._experts.mixed(layer, gathered)
-            start = sum(spread.rows_counts[: self.place.dp * grid.cp + self.place.cp])
-            return model.add(hidden, total[start : start + len(hidden)])
-        per_rank = model.UNITS // grid.tp
-        first = (self.rank % grid.tp) * per_rank
-        part = model.units(layer, gathered, slice(first, first + per_rank))
-        scattered = self._layer.group("tp").reduce_scatter(to_tensor(part)[None], spread.tp_counts)
-        total = self._layer.group("attn_tp").all_gather(scattered, spread.slices(self.rank))
-        return model.add(hidden, to_ints(total))
+            return model.add(hidden, self._experts.mixed(layer, wide)[tokens.local])
+        per_rank = model.UNITS // self.part.grid.tp
+        first = self._seat.inside * per_rank
+        part = model.units(layer, wide, slice(first, first + per_rank))
+        return model.add(hidden, to_ints(tokens.to_local(to_tensor(part)[None])))
 
     def _draw(self, hidden: Ints, work: Work) -> tuple[Result, ...]:
-        whole = self._whole(to_tensor(hidden), work)[:, 0]
-        asks = self._drawer.asks(work.mine)
-        n_asked = len(asks.rows)
-        if not n_asked:
-            return self._drawer.results(work.mine, asks, np.zeros((0, 0), dtype=np.uint64))
-        grid, vocab = self.part.grid, self.part.shape.vocab
-        first = vocab * self.place.attn_tp // grid.attn_tp
-        last = vocab * (self.place.attn_tp + 1) // grid.attn_tp
-        scores = model.scores(whole[asks.rows], asks.keys, slice(first, last))
-        counts = [
-            vocab * (peer + 1) // grid.attn_tp - vocab * peer // grid.attn_tp
-            for peer in range(grid.attn_tp)
-        ]
-        gathered = self._layer.group("attn_tp").all_gather(to_tensor(scores.T), counts)
-        if not self.is_leader:
+        """Scores of this group's rows, an attn_tp rank's share of the vocabulary each."""
+        asks = self._drawer.asks(work.views)
+        mine = self._drawer.asks(work.mine)
+        scores_VR = torch.zeros(self.part.shape.vocab, 0, dtype=torch.float64)
+        if asks.rows:
+            picked = work.tokens.pick(to_tensor(hidden), asks.rows)
+            start = sum(picked.counts[: self.place.dp])
+            rows_RH = picked.x_WH[start : start + picked.counts[self.place.dp]]
+            if picked.back is not None:
+                rows_RH = rows_RH[picked.back]
+            if mine.rows:
+                scores_VR = self._scores(to_ints(rows_RH), mine.keys)
+        if not self._seat.is_leader:
             return ()
-        return self._drawer.results(work.mine, asks, to_ints(gathered, flat=False).T)
+        return self._drawer.results(work.mine, mine, to_ints(scores_VR, flat=False).T)
+
+    def _scores(self, hidden_R: Ints, keys: Ints) -> Tensor:
+        attn_tp = self._seat.attn_tp
+        counts = even_shares(self.part.shape.vocab, attn_tp.size)
+        first = sum(counts[: attn_tp.rank])
+        scores = model.scores(hidden_R, keys, slice(first, first + counts[attn_tp.rank]))
+        return attn_tp.all_gather(to_tensor(scores.T), counts)
