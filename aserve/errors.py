@@ -43,6 +43,7 @@ class PeerError(AserveError):
 
     def __init__(self, peer: str, message: str) -> None:
         self.peer = peer
+        self.reason = message
         super().__init__(f"{peer}: {message}")
 
 
