@@ -5,12 +5,23 @@ number of threads, the chunking or the pages. They may differ from one processor
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from aserve import _native
-from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.addresses import (
+    indices,
+    matrix,
+    norm_weight,
+    pages,
+    require_same,
+    row_bytes,
+    row_stride,
+    weight_dtype,
+)
+from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
 
@@ -44,7 +55,7 @@ class NativeOps:
     def pack(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, row_blocks: int = 1
     ) -> NativeLinear:
-        dtype = _weight_dtype("weight", weight_NK)
+        dtype = weight_dtype("weight", weight_NK)
         if weight_NK.dim() != 2:
             raise ValueError(f"a weight has 2 dimensions, not {weight_NK.dim()}")
         weight_NK = weight_NK.contiguous()
@@ -62,14 +73,14 @@ class NativeOps:
 
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, NativeLinear)
-        m, k = _matrix("x", x_TK)
+        m, k = matrix("x", x_TK)
         out = _empty((m, weight.n))
         _native.linear(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
 
     def linear_parts(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, NativeLinear)
-        m, k = _matrix("x", x_TK)
+        m, k = matrix("x", x_TK)
         out = _empty((weight.row_blocks, m, weight.n))
         _native.linear_parts(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
@@ -83,7 +94,7 @@ class NativeOps:
             _native.embed_packed(table_VH.packed, ids_T.data_ptr(), rows, out.data_ptr())
             return out
         assert isinstance(table_VH, Tensor)
-        dtype = _weight_dtype("table", table_VH)
+        dtype = weight_dtype("table", table_VH)
         if table_VH.dim() != 2 or not table_VH.is_contiguous():
             raise ValueError("an embedding table is a contiguous [vocab, hidden]")
         vocab, dim = table_VH.shape
@@ -97,11 +108,11 @@ class NativeOps:
         if x_TH.dim() == 2:
             rows, dim = x_TH.shape
             heads = 1
-            stride = _row_stride("x", x_TH[:, None, :])
+            stride = row_stride("x", x_TH[:, None, :])
         else:
             rows, heads, dim = x_TH.shape
-            stride = _row_stride("x", x_TH)
-        weight = _norm_weight(weight_H, dim)
+            stride = row_stride("x", x_TH)
+        weight = norm_weight(weight_H, dim)
         out = _empty(x_TH.shape)
         _native.rms_norm(
             self.team, x_TH.data_ptr(), stride, weight, out.data_ptr(), rows, heads, dim, eps
@@ -109,7 +120,7 @@ class NativeOps:
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        _same("x", x, "y", y)
+        require_same("x", x, "y", y)
         out = _empty(x.shape)
         _native.add(self.team, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
         return out
@@ -117,9 +128,9 @@ class NativeOps:
     def add_rms_norm(
         self, residual_TH: Tensor, x_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        _same("residual", residual_TH, "x", x_TH)
-        rows, dim = _matrix("x", x_TH)
-        weight = _norm_weight(weight_H, dim)
+        require_same("residual", residual_TH, "x", x_TH)
+        rows, dim = matrix("x", x_TH)
+        weight = norm_weight(weight_H, dim)
         total, normed = _empty((rows, dim)), _empty((rows, dim))
         _native.add_rms_norm(
             self.team,
@@ -146,21 +157,21 @@ class NativeOps:
         _native.rope(
             self.team,
             q_THD.data_ptr(),
-            _row_stride("q", q_THD),
+            row_stride("q", q_THD),
             heads,
             k_TGD.data_ptr(),
-            _row_stride("k", k_TGD),
+            row_stride("k", k_TGD),
             k_heads,
             rows,
             dim,
-            _indices("positions", positions_T, rows),
+            indices("positions", positions_T, rows),
             table.data_ptr(),
             positions_max,
             rot,
         )
 
     def silu_mul(self, gate_up_TF2: Tensor) -> Tensor:
-        rows, both = _matrix("gate_up", gate_up_TF2)
+        rows, both = matrix("gate_up", gate_up_TF2)
         if both % 2:
             raise ValueError(f"gate_up has {both} columns, an odd number")
         out = _empty((rows, both // 2))
@@ -169,16 +180,16 @@ class NativeOps:
 
     def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None:
         rows = k_TGD.shape[0]
-        slots = _indices("slots", slots_T, rows)
+        slots = indices("slots", slots_T, rows)
         for x_TGD, pool in ((k_TGD, kv.k_PSHD), (v_TGD, kv.v_PSHD)):
-            shape = _pages(pool)
+            shape = pages(pool)
             if x_TGD.shape != (rows, shape[2], shape[3]):
                 raise ValueError(f"rows of {tuple(x_TGD.shape)} do not fit pages of {shape[:4]}")
             _native.kv_append(
                 self.team,
                 pool.dtype is _BF16,
                 x_TGD.data_ptr(),
-                _row_stride("k or v", x_TGD),
+                row_stride("k or v", x_TGD),
                 pool.data_ptr(),
                 shape,
                 slots,
@@ -187,10 +198,10 @@ class NativeOps:
 
     def kv_gather(self, kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         rows = slots_T.shape[0]
-        slots = _indices("slots", slots_T, rows)
+        slots = indices("slots", slots_T, rows)
         out = []
         for pool in (kv.k_PSHD, kv.v_PSHD):
-            shape = _pages(pool)
+            shape = pages(pool)
             gathered = _empty((rows, shape[2], shape[3]), dtype=pool.dtype)
             _native.kv_gather(
                 self.team,
@@ -206,12 +217,32 @@ class NativeOps:
 
     def kv_move(self, kv: KvLayer, slots_from: Tensor, slots_to: Tensor) -> None:
         rows = slots_from.shape[0]
-        start = _indices("slots_from", slots_from, rows)
-        end = _indices("slots_to", slots_to, rows)
+        start = indices("slots_from", slots_from, rows)
+        end = indices("slots_to", slots_to, rows)
         for pool in (kv.k_PSHD, kv.v_PSHD):
-            shape = _pages(pool)
+            shape = pages(pool)
             is_bf16 = pool.dtype is _BF16
             _native.kv_move(self.team, is_bf16, pool.data_ptr(), shape, start, end, rows)
+
+    def kv_copy(self, source: KvLayer, to: KvLayer, copy: KvCopy) -> None:
+        tables = [
+            (indices("a page table", table, table.numel()), table.numel(), head)
+            for table, head in (
+                (copy.pages_from, copy.head_from),
+                (copy.pages_to, copy.head_to),
+            )
+        ]
+        heads = source.k_PSHD.shape[2] if copy.heads is None else copy.heads
+        for x, y in ((source.k_PSHD, to.k_PSHD), (source.v_PSHD, to.v_PSHD)):
+            if x.dtype is not y.dtype:
+                raise ValueError(f"pages of {x.dtype} cannot be copied to pages of {y.dtype}")
+            _native.kv_copy(
+                self.team,
+                x.dtype is _BF16,
+                (x.data_ptr(), pages(x), *tables[0]),
+                (y.data_ptr(), pages(y), *tables[1]),
+                (heads, copy.begin, copy.end),
+            )
 
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
         rows, heads, dim = q_THD.shape
@@ -226,15 +257,15 @@ class NativeOps:
         _native.attention(
             self.team,
             q_THD.data_ptr(),
-            _row_stride("q", q_THD),
+            row_stride("q", q_THD),
             rows,
             heads,
-            (k.dtype is _BF16, k.data_ptr(), v.data_ptr(), _pages(k), _pages(v)),
+            (k.dtype is _BF16, k.data_ptr(), v.data_ptr(), pages(k), pages(v)),
             (
                 sequences,
-                _indices("row_start", attend.row_start_M, sequences + 1),
-                _indices("positions", attend.positions_T, rows),
-                _indices("kv_len", attend.kv_len_N, sequences),
+                indices("row_start", attend.row_start_M, sequences + 1),
+                indices("positions", attend.positions_T, rows),
+                indices("kv_len", attend.kv_len_N, sequences),
                 table.data_ptr(),
                 pages_max,
             ),
@@ -243,67 +274,37 @@ class NativeOps:
         )
         return out
 
+    def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        lengths = tuple(lengths)
+        is_zigzag = _is_zigzag(kind, cp)
+        out = _empty((cp, len(lengths)), dtype=_I32)
+        _native.cp_counts(is_zigzag, cp, lengths, out.data_ptr())
+        return out
 
-def _weight_dtype(name: str, x: Tensor) -> torch.dtype:
-    if x.dtype is not _F32 and x.dtype is not _BF16:
-        raise ValueError(f"{name} is {x.dtype}: native kernels take float32 and bfloat16")
-    return x.dtype
+    def cp_index(self, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]) -> Tensor:
+        share = _is_zigzag(kind, cp), cp, rank, tuple(lengths)
+        out = _empty((_native.cp_rows(*share),), dtype=_I32)
+        _native.cp_index(*share, out.data_ptr())
+        return out
 
+    def cp_split(
+        self, x: Tensor, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]
+    ) -> Tensor:
+        share = _is_zigzag(kind, cp), cp, rank, tuple(lengths)
+        out = _empty((_native.cp_rows(*share), *x.shape[1:]), dtype=x.dtype)
+        _native.cp_split(self.team, row_bytes(x), share, out.data_ptr())
+        return out
 
-def _matrix(name: str, x: Tensor) -> torch.Size:
-    if x.dtype is not _F32 or x.dim() != 2 or not x.is_contiguous():
-        raise ValueError(
-            f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: wants contiguous "
-            "float32 rows"
-        )
-    return x.shape
-
-
-def _row_stride(name: str, x_THD: Tensor) -> int:
-    """Elements from a row to the next; what is inside a row must be contiguous."""
-    stride = x_THD.stride()
-    if x_THD.dtype is not _F32 or stride[2] != 1 or stride[1] != x_THD.shape[2]:
-        if x_THD.dtype is _F32 and x_THD.is_contiguous():  # dimensions of size 1 have any stride
-            return x_THD.shape[1] * x_THD.shape[2]
-        raise ValueError(
-            f"{name} is {x_THD.dtype} {tuple(x_THD.shape)} with strides {stride}: wants float32 "
-            "with contiguous heads"
-        )
-    return stride[0]
-
-
-def _same(x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
-    if x.shape != y.shape or x.dtype is not _F32 or y.dtype is not _F32:
-        raise ValueError(
-            f"{x_name} is {x.dtype} {tuple(x.shape)}, {y_name} {y.dtype} {tuple(y.shape)}: want "
-            "the same float32 shape"
-        )
-    if not (x.is_contiguous() and y.is_contiguous()):
-        raise ValueError(f"{x_name} or {y_name} is not contiguous")
+    def cp_join(self, x: Tensor, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        share = _is_zigzag(kind, cp), cp, tuple(lengths)
+        out = _empty(x.shape, dtype=x.dtype)
+        _native.cp_join(self.team, row_bytes(x), share, out.data_ptr())
+        return out
 
 
-def _norm_weight(weight_H: Tensor, dim: int) -> int:
-    if weight_H.dtype is not _F32 or weight_H.shape != (dim,) or not weight_H.is_contiguous():
-        raise ValueError(
-            f"norm weight is {weight_H.dtype} {tuple(weight_H.shape)}: wants float32 ({dim},)"
-        )
-    return weight_H.data_ptr()
-
-
-def _indices(name: str, x: Tensor, n: int) -> int:
-    if x.dtype is not _I32 or x.shape != (n,) or not x.is_contiguous():
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: wants contiguous int32 ({n},)")
-    return x.data_ptr()
-
-
-def _pages(pool: Tensor) -> tuple[int, int, int, int, int]:
-    """Shape of the pages and the stride between them; a page itself must be contiguous."""
-    _weight_dtype("pages", pool)
-    pages, page_size, heads, dim = pool.shape
-    stride = pool.stride()
-    if stride[1:] != (heads * dim, dim, 1) and not pool.is_contiguous():
-        raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: not contiguous inside")
-    page_len = page_size * heads * dim
-    if pages > 1 and stride[0] < page_len:
-        raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: they overlap")
-    return pages, page_size, heads, dim, max(stride[0], page_len)
+def _is_zigzag(kind: str, cp: int) -> bool:
+    if kind not in ("interleave", "zigzag"):
+        raise ValueError(f"a context-parallel split is 'interleave' or 'zigzag', not {kind!r}")
+    if cp < 1:
+        raise ValueError(f"cp is {cp}: at least 1")
+    return kind == "zigzag"

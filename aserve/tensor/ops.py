@@ -5,6 +5,7 @@ bfloat16 linear rounds its input rows to bfloat16, sums in float32 and returns f
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -51,6 +52,26 @@ class Attend:
     page_table_NP: Tensor  # page ids, padded with 0
     row_start_M: Tensor  # N + 1 entries
     kv_len_N: Tensor  # KV length in the pool, with this step's rows on all ranks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvCopy:
+    """Tokens [begin, end) of one sequence, `heads` KV heads of them, from one pool to another.
+
+    The pools may differ in page size and heads. The page tables are int32, from position 0 on; each
+    destination page occurs once.
+    """
+
+    pages_from: Tensor
+    pages_to: Tensor
+    end: int
+    begin: int = 0
+    head_from: int = 0
+    head_to: int = 0
+    heads: int | None = None  # None: as many as the source has
+
+
+CpKind = Literal["interleave", "zigzag"]
 
 
 class Ops(Protocol):
@@ -106,8 +127,37 @@ class Ops(Protocol):
         """Every source is read before any destination is written. Destinations are distinct."""
         ...
 
+    def kv_copy(self, source: KvLayer, to: KvLayer, copy: KvCopy) -> None:
+        """Copy between layouts of one dtype; nothing else of the destination is touched."""
+        ...
+
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
         """softmax(q k^T * scale) v over the keys in its pages that a row sees: [T, H, D]."""
+        ...
+
+    # Context parallelism splits the rows of a group, which lie sequence after sequence and of which
+    # `lengths` are the counts, over cp ranks. `interleave` gives row j to rank j % cp. `zigzag` cuts
+    # a sequence in 2 cp blocks, the first length % (2 cp) of them one longer, and gives rank r its
+    # blocks r and 2 cp - 1 - r. A rank keeps its rows in the order of the group, so those of a
+    # sequence are together and their positions ascend, which `attention` asks for.
+
+    def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        """int32 [cp, sequences]: how many rows of each sequence each rank holds."""
+        ...
+
+    def cp_index(self, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]) -> Tensor:
+        """int32: the rows of the group that a rank holds, in its order."""
+        ...
+
+    def cp_split(
+        self, x: Tensor, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]
+    ) -> Tensor:
+        """The rows of x, [sum(lengths), ...] of any dtype, that a rank holds: x[cp_index]."""
+        ...
+
+    def cp_join(self, x: Tensor, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        """The splits of all ranks, one after the other as all_gather gives them, back in the order
+        of the group."""
         ...
 
 

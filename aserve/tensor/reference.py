@@ -4,12 +4,13 @@ It defines what the native kernels must compute. It makes no promise about bits.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from aserve.tensor.collective import sum_blocks
-from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
 
@@ -128,6 +129,16 @@ class ReferenceOps:
         kv.k_PSHD[place] = k
         kv.v_PSHD[place] = v
 
+    def kv_copy(self, source: KvLayer, to: KvLayer, copy: KvCopy) -> None:
+        heads = source.k_PSHD.shape[2] if copy.heads is None else copy.heads
+        place = torch.arange(copy.begin, copy.end)
+        for x, y in ((source.k_PSHD, to.k_PSHD), (source.v_PSHD, to.v_PSHD)):
+            _check_copy(x, y, copy, heads)
+            rows = x[_pages_of(x, copy.pages_from, place)]
+            part = rows[:, copy.head_from : copy.head_from + heads]
+            page_T, offset_T = _pages_of(y, copy.pages_to, place)
+            y[page_T, offset_T, copy.head_to : copy.head_to + heads] = part
+
     def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
         out = torch.empty_like(q_THD)
         row_start = attend.row_start_M.tolist()
@@ -141,10 +152,39 @@ class ReferenceOps:
         return out
 
     def _sequence_kv(self, kv: KvLayer, pages_P: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        page_size = kv.k_PSHD.shape[1]
-        place = torch.arange(kv_len)
-        slots = pages_P.long()[place // page_size] * page_size + place % page_size
-        return self.kv_gather(kv, slots)
+        place = _pages_of(kv.k_PSHD, pages_P, torch.arange(kv_len))
+        return kv.k_PSHD[place], kv.v_PSHD[place]
+
+    def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        _check_group(kind, cp, lengths)
+        owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths).long())
+        ranks = [self.cp_index(kind, cp, rank, lengths).long() for rank in range(cp)]
+        return torch.stack([owner[rows].bincount(minlength=len(lengths)).int() for rows in ranks])
+
+    def cp_index(self, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]) -> Tensor:
+        _check_group(kind, cp, lengths)
+        if not 0 <= rank < cp:
+            raise ValueError(f"rank is {rank}, outside [0, cp)")
+        rows = torch.arange(sum(lengths), dtype=torch.int32)
+        if kind == "interleave":
+            return rows[rank::cp]
+        blocks = [one.tensor_split(2 * cp) for one in rows.split(list(lengths))]
+        return torch.cat([rows[:0], *(part for b in blocks for part in (b[rank], b[-1 - rank]))])
+
+    def cp_split(
+        self, x: Tensor, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]
+    ) -> Tensor:
+        if len(x) != sum(lengths):
+            raise ValueError(f"x has {len(x)} rows, the group {sum(lengths)}")
+        return x[self.cp_index(kind, cp, rank, lengths).long()]
+
+    def cp_join(self, x: Tensor, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
+        if len(x) != sum(lengths):
+            raise ValueError(f"x has {len(x)} rows, the group {sum(lengths)}")
+        order = torch.cat([self.cp_index(kind, cp, rank, lengths) for rank in range(cp)])
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out[order.long()] = x
+        return out
 
 
 def _attend_one(
@@ -161,6 +201,39 @@ def _attend_one(
     hidden_RL = torch.arange(kv_len)[None, :] > position_R[:, None]
     scores_HRL.masked_fill_(hidden_RL[None], float("-inf"))
     return torch.einsum("hrl,lhd->rhd", scores_HRL.softmax(-1), v_LHD)
+
+
+def _pages_of(pool: Tensor, table_P: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and offset of positions of the sequence with this page table."""
+    page_size = pool.shape[1]
+    page_T = table_P.long()[place_T // page_size]
+    if page_T.numel() and not 0 <= int(page_T.min()) <= int(page_T.max()) < len(pool):
+        raise ValueError(f"a page is outside [0, {len(pool)})")
+    return page_T, place_T % page_size
+
+
+def _check_copy(x_PSHD: Tensor, y_PSHD: Tensor, copy: KvCopy, heads: int) -> None:
+    if x_PSHD.dtype != y_PSHD.dtype or x_PSHD.shape[3] != y_PSHD.shape[3]:
+        raise ValueError("pages differ in dtype or head_dim")
+    if not 0 <= copy.begin <= copy.end:
+        raise ValueError(f"tokens [{copy.begin}, {copy.end}) are no range")
+    for name, pool, first, table in (
+        ("source", x_PSHD, copy.head_from, copy.pages_from),
+        ("destination", y_PSHD, copy.head_to, copy.pages_to),
+    ):
+        if heads < 1 or first < 0 or first + heads > pool.shape[2]:
+            raise ValueError(f"heads are outside the {name}")
+        if copy.begin < copy.end and copy.end > len(table) * pool.shape[1]:
+            raise ValueError(f"tokens are outside the {name}'s pages")
+
+
+def _check_group(kind: str, cp: int, lengths: Sequence[int]) -> None:
+    if kind not in ("interleave", "zigzag"):
+        raise ValueError(f"a context-parallel split is 'interleave' or 'zigzag', not {kind!r}")
+    if cp < 1:
+        raise ValueError(f"cp is {cp}: at least 1")
+    if min(lengths, default=0) < 0:
+        raise ValueError("a length is negative")
 
 
 def _places(kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:

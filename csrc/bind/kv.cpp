@@ -1,5 +1,6 @@
 #include "aserve/kv.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "bind.h"
@@ -44,12 +45,60 @@ void run_move(Team& team, bool is_bf16, Address pool, const py::tuple& shape_of,
   });
 }
 
+// Everything a copy would otherwise read or write out of bounds, or twice.
+void check(const KvCopy& c, int64_t from_pages, int64_t to_pages) {
+  require(c.from_shape.dim == c.to_shape.dim, "source and destination differ in head_dim");
+  require(0 <= c.begin && c.begin <= c.end, "tokens [begin, end) are no range");
+  require(c.heads >= 1 && c.from_head >= 0 && c.heads <= c.from_shape.heads - c.from_head,
+          "heads are outside the source");
+  require(c.to_head >= 0 && c.heads <= c.to_shape.heads - c.to_head,
+          "heads are outside the destination");
+  if (c.begin == c.end) return;
+  require(c.end <= from_pages * c.from_shape.page_size, "tokens are outside the source's pages");
+  require(c.end <= to_pages * c.to_shape.page_size, "tokens are outside the destination's pages");
+  const int32_t* from = c.from_pages + c.begin / c.from_shape.page_size;
+  const int32_t* from_end = c.from_pages + ceil_div(c.end, c.from_shape.page_size);
+  const int32_t* to = c.to_pages + c.begin / c.to_shape.page_size;
+  const int32_t* to_end = c.to_pages + ceil_div(c.end, c.to_shape.page_size);
+  require_range(from, from_end - from, c.from_shape.pages, "source page");
+  require_range(to, to_end - to, c.to_shape.pages, "destination page");
+  std::vector<int32_t> written(to, to_end);
+  std::sort(written.begin(), written.end());
+  require(std::adjacent_find(written.begin(), written.end()) == written.end(),
+          "a destination page occurs twice");
+  for (; c.from == c.to && from != from_end; ++from) {
+    require(!std::binary_search(written.begin(), written.end(), *from),
+            "a page is source and destination");
+  }
+}
+
+// from, to: (address, shape, page table, its length, first head); what: (heads, begin, end).
+void run_copy(Team& team, bool is_bf16, const py::tuple& from, const py::tuple& to,
+              const py::tuple& what) {
+  KvCopy c{};
+  c.type = type_of(is_bf16);
+  c.from = at<const void>(from[0].cast<Address>());
+  c.from_shape = page_shape(from[1].cast<py::tuple>());
+  c.from_pages = at<const int32_t>(from[2].cast<Address>());
+  c.from_head = from[4].cast<int64_t>();
+  c.to = at<void>(to[0].cast<Address>());
+  c.to_shape = page_shape(to[1].cast<py::tuple>());
+  c.to_pages = at<const int32_t>(to[2].cast<Address>());
+  c.to_head = to[4].cast<int64_t>();
+  c.heads = what[0].cast<int64_t>();
+  c.begin = what[1].cast<int64_t>();
+  c.end = what[2].cast<int64_t>();
+  check(c, from[3].cast<int64_t>(), to[3].cast<int64_t>());
+  unlocked((c.end - c.begin) * c.heads * c.from_shape.dim, [&] { kv_copy(team, c); });
+}
+
 }  // namespace
 
 void bind_kv(py::module_& module) {
   module.def("kv_append", &run_append);
   module.def("kv_gather", &run_gather);
   module.def("kv_move", &run_move);
+  module.def("kv_copy", &run_copy);
 }
 
 }  // namespace aserve

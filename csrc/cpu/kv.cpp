@@ -18,6 +18,32 @@ void share_slots(Team& team, int64_t rows, int64_t row_bytes, const Work& work) 
   });
 }
 
+// Tokens left in the page of a position, and no more than there are before `end`.
+int64_t run_len(const PageShape& shape, int64_t position, int64_t end) {
+  return std::min(shape.page_size - position % shape.page_size, end - position);
+}
+
+void copy_tokens(const KvCopy& c, int64_t begin, int64_t end) {
+  const int64_t item = type_bytes(c.type), dim = c.from_shape.dim;
+  const int64_t from_row = c.from_shape.heads * dim * item, to_row = c.to_shape.heads * dim * item;
+  const int64_t bytes = c.heads * dim * item;
+  const bool whole_rows = from_row == bytes && to_row == bytes;
+  for (int64_t at = begin, n; at < end; at += n) {
+    n = std::min(run_len(c.from_shape, at, end), run_len(c.to_shape, at, end));
+    const char* from = static_cast<const char*>(c.from) +
+                       (token_offset(c.from_shape, c.from_pages, at) + c.from_head * dim) * item;
+    char* to = static_cast<char*>(c.to) +
+               (token_offset(c.to_shape, c.to_pages, at) + c.to_head * dim) * item;
+    if (whole_rows) {
+      std::memcpy(to, from, static_cast<size_t>(n * bytes));
+      continue;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(to + i * to_row, from + i * from_row, static_cast<size_t>(bytes));
+    }
+  }
+}
+
 }  // namespace
 
 void kv_append(Team& team, const float* x, int64_t x_stride, Type type, void* pool,
@@ -52,6 +78,15 @@ void kv_scatter(Team& team, Type type, void* pool, const PageShape& shape, const
     const int64_t at = slot_offset(shape, slots[row]) * type_bytes(type);
     std::memcpy(static_cast<char*>(pool) + at, static_cast<const char*>(in) + row * bytes,
                 static_cast<size_t>(bytes));
+  });
+}
+
+void kv_copy(Team& team, const KvCopy& call) {
+  const int64_t bytes = std::max<int64_t>(1, call.heads * call.from_shape.dim * type_bytes(call.type));
+  const int64_t step = std::max<int64_t>(1, bytes_task / bytes);
+  team.run(ceil_div(call.end - call.begin, step), [&](int64_t i) {
+    const int64_t begin = call.begin + i * step;
+    copy_tokens(call, begin, std::min(call.end, begin + step));
   });
 }
 

@@ -32,4 +32,5 @@ def ops(
 
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full(tuple(shape), float("nan"), dtype=dtype)
+    poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.full(tuple(shape), poison, dtype=dtype)

@@ -22,6 +22,13 @@ ASERVE_HD int64_t slot_offset(const PageShape& shape, int64_t slot) {
   return page * shape.page_stride + (slot - page * shape.page_size) * shape.heads * shape.dim;
 }
 
+// Where the token at a position of a sequence lives, whose page ids are given.
+ASERVE_HD int64_t token_offset(const PageShape& shape, const int32_t* pages, int64_t position) {
+  const int64_t page = position / shape.page_size;
+  return pages[page] * shape.page_stride +
+         (position - page * shape.page_size) * shape.heads * shape.dim;
+}
+
 ASERVE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace aserve

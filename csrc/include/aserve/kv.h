@@ -18,4 +18,21 @@ void kv_gather(Team& team, Type type, const void* pool, const PageShape& shape,
 void kv_scatter(Team& team, Type type, void* pool, const PageShape& shape, const int32_t* slots,
                 int64_t rows, const void* in);
 
+// Tokens [begin, end) of one sequence, `heads` of their heads, from one paged layout into another of
+// the same type and dim.
+struct KvCopy {
+  Type type;
+  const void* from;
+  PageShape from_shape;
+  const int32_t* from_pages;  // of the sequence, from its position 0
+  int64_t from_head;
+  void* to;
+  PageShape to_shape;
+  const int32_t* to_pages;
+  int64_t to_head;
+  int64_t heads, begin, end;
+};
+
+void kv_copy(Team& team, const KvCopy& call);
+
 }  // namespace aserve
