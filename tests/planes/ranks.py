@@ -1,0 +1,71 @@
+"""Runs cases of the layer planes' suite on ranks that are threads, or greenlets of one thread."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import trio
+import trio.testing
+
+from aserve.core.layout import Grid
+from aserve.planes.inline import compute_inline, open_inline_planes
+from aserve.planes.layer import LayerEnd, open_thread_planes
+from aserve.testing.collectives import Case
+
+
+def on_threads(grid: Grid, body: Callable[[int], None]) -> dict[int, BaseException | None]:
+    """`body(rank)` on a thread for each rank; what each raised."""
+    raised: dict[int, BaseException | None] = {}
+
+    def run(rank: int) -> None:
+        try:
+            body(rank)
+            raised[rank] = None
+        except BaseException as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(grid.world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(raised.items()))
+
+
+@contextmanager
+def closing(planes: Mapping[int, LayerEnd]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for plane in planes.values():
+            plane.close()
+
+
+def run_threads(case: Case) -> dict[int, BaseException | None]:
+    grid = Grid(case.layout)
+    planes = open_thread_planes(grid, limit_s=case.limit_s)
+    with closing(planes):
+        return on_threads(grid, lambda rank: case.body(planes[rank], grid))
+
+
+def run_inline(case: Case) -> dict[int, BaseException | None]:
+    """In virtual time: limits cost nothing."""
+    grid = Grid(case.layout)
+    planes = open_inline_planes(grid, limit_s=case.limit_s)
+    raised: dict[int, BaseException | None] = {}
+
+    async def run(rank: int) -> None:
+        try:
+            await compute_inline(case.body, planes[rank], grid)
+            raised[rank] = None
+        except BaseException as error:
+            raised[rank] = error
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for rank in range(grid.world):
+                nursery.start_soon(run, rank)
+
+    with closing(planes):
+        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return dict(sorted(raised.items()))
