@@ -7,19 +7,21 @@ tuned. Weights and KV rotate over several copies, as the layers of a model do.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from aserve.core.message import Sampling
 from aserve.tensor.native import NativeOps
-from aserve.tensor.ops import Attend, KvLayer, Ops
+from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer, Ops
 from aserve.tensor.reference import ReferenceOps
 from aserve.tensor.rope import rope_table
 from aserve.tensor.sampler import History, NativeSampler, Sampler, SampleRow, open_sampler
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 576, 9, 3, 64, 1536, 49152
 PAGE_SIZE = 16
+BLOCKS = 3  # of a row-parallel linear: what 3 ranks hold one each of
 WORKING_SET_BYTES = 128 << 20  # beyond what caches keep between two visits to a layer
 LINEARS = {
     "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
@@ -70,6 +72,32 @@ def _linear(ops: NativeOps) -> Iterator[Case]:
                 twin=lambda x=x, reference=reference: twin.linear(x, reference),
                 torch=lambda x=x_bf16, plain=plain: torch.nn.functional.linear(x, next(plain)),
             )
+
+
+def _linear_parts(ops: NativeOps) -> Iterator[Case]:
+    """The row-parallel linears with three blocks; beside them `linear`, which adds them up."""
+    twin = ReferenceOps()
+    for name, n, k in (("o", HIDDEN, HEADS * HEAD_DIM), ("down", HIDDEN, FFN)):
+        copies = max(1, min(30, WORKING_SET_BYTES // (n * k * 2)))
+        weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
+        packed = cycle([ops.pack(weight, row_blocks=BLOCKS) for weight in weights])
+        reference = twin.pack(weights[0], row_blocks=BLOCKS)
+        for rows in (1, 32, 512):
+            x = torch.randn(rows, k)
+            for what, width in (("parts", BLOCKS * n), ("sum", n)):
+                call = "linear_parts" if what == "parts" else "linear"
+                yield Case(
+                    "linear_parts",
+                    f"{name} {rows}x{k} -> {n}, {what}",
+                    moved=n * k * 2 + rows * (k + width) * 4,
+                    ops=2 * rows * n * k,
+                    native=lambda x=x, packed=packed, call=call: getattr(ops, call)(
+                        x, next(packed)
+                    ),
+                    twin=lambda x=x, reference=reference, call=call: getattr(twin, call)(
+                        x, reference
+                    ),
+                )
 
 
 def _attention(ops: NativeOps) -> Iterator[Case]:
@@ -208,6 +236,46 @@ def _kv(ops: NativeOps) -> Iterator[Case]:
         )
 
 
+def _cp(ops: NativeOps) -> Iterator[Case]:
+    for rows in (32, 512, 8192):
+        x, lengths = torch.randn(rows, HIDDEN), (rows - rows // 3, rows // 3)
+        for kind in get_args(CpKind):
+            yield _pair(
+                "cp",
+                f"split {rows}, {kind}",
+                x.nbytes,  # half of the rows, read and written
+                ops,
+                lambda o, x=x, kind=kind, lengths=lengths: o.cp_split(x, kind, 2, 0, lengths),
+            )
+            yield _pair(
+                "cp",
+                f"join {rows}, {kind}",
+                2 * x.nbytes,
+                ops,
+                lambda o, x=x, kind=kind, lengths=lengths: o.cp_join(x, kind, 2, lengths),
+            )
+
+
+def _kv_copy(ops: NativeOps) -> Iterator[Case]:
+    """From all heads in pages of 16 to pages of 64, and to a rank that has one of them."""
+    tokens, row_bytes = 2048, HEAD_DIM * 2 * 2
+    for name, heads_to, heads in (("all heads", KV_HEADS, KV_HEADS), ("one head", 1, 1)):
+        pools = [
+            KvLayer(*(torch.zeros(tokens // size, size, n, HEAD_DIM).bfloat16() for _ in "kv"))
+            for size, n in ((PAGE_SIZE, KV_HEADS), (4 * PAGE_SIZE, heads_to))
+        ]
+        tables = [torch.randperm(pool.k_PSHD.shape[0]).int() for pool in pools]
+        for end in (16, 2048):
+            copy = KvCopy(tables[0], tables[1], end, heads=heads)
+            yield _pair(
+                "kv_copy",
+                f"{end} tokens, {name}",
+                2 * end * heads * row_bytes,
+                ops,
+                lambda o, pools=pools, copy=copy: o.kv_copy(pools[0], pools[1], copy),
+            )
+
+
 def _sample(ops: NativeOps) -> Iterator[Case]:
     settings = {
         "greedy": Sampling(temperature=0.0),
@@ -237,11 +305,14 @@ def _sample(ops: NativeOps) -> Iterator[Case]:
 
 KERNELS: dict[str, Callable[[NativeOps], Iterator[Case]]] = {
     "linear": _linear,
+    "linear_parts": _linear_parts,
     "attention": _attention,
     "norm": _norm,
     "rope": _rope,
     "silu": _silu,
     "embed": _embed,
     "kv": _kv,
+    "kv_copy": _kv_copy,
+    "cp": _cp,
     "sample": _sample,
 }

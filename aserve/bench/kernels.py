@@ -108,13 +108,13 @@ def measure(case: Case, machine: Machine, rounds: int) -> Row:
 def line(row: Row) -> str:
     beside = "" if row.torch is None else f"{row.torch:10.1f} {row.torch / row.native:6.2f}x"
     return (
-        f"{row.kernel:10} {row.shape:28} {row.floor:10.1f} {row.bound:8} {row.native:10.1f} "
+        f"{row.kernel:12} {row.shape:30} {row.floor:10.1f} {row.bound:8} {row.native:10.1f} "
         f"{row.of_floor:7.0%} {row.twin:11.1f} {row.twin / row.native:7.1f}x {beside}"
     ).rstrip()
 
 
 HEADING = (
-    f"{'kernel':10} {'shape':28} {'floor us':>10} {'bound':8} {'native us':>10} {'floor':>7} "
+    f"{'kernel':12} {'shape':30} {'floor us':>10} {'bound':8} {'native us':>10} {'floor':>7} "
     f"{'twin us':>11} {'':8} {'torch us':>10}"
 )
 

@@ -135,11 +135,11 @@ class Ops(Protocol):
         """softmax(q k^T * scale) v over the keys in its pages that a row sees: [T, H, D]."""
         ...
 
-    # Context parallelism splits the rows of a group, which lie sequence after sequence and of which
-    # `lengths` are the counts, over cp ranks. `interleave` gives row j to rank j % cp. `zigzag` cuts
-    # a sequence in 2 cp blocks, the first length % (2 cp) of them one longer, and gives rank r its
-    # blocks r and 2 cp - 1 - r. A rank keeps its rows in the order of the group, so those of a
-    # sequence are together and their positions ascend, which `attention` asks for.
+    # Context parallelism splits the rows of a group, `lengths[n]` of sequence n one after the
+    # other, over cp ranks. `interleave` gives row j to rank j % cp. `zigzag` cuts a sequence in 2
+    # cp blocks, the first length % (2 cp) of them one longer, and gives rank r blocks r and 2 cp -
+    # 1 - r. A rank keeps its rows in the order of the group, so those of a sequence are together
+    # and their positions ascend, which `attention` asks for.
 
     def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
         """int32 [cp, sequences]: how many rows of each sequence each rank holds."""
