@@ -59,9 +59,7 @@ class Outward:
 class StageRows:
     """A rank's view of its group's rows: all slots in group order, and what its own rows see."""
 
-    def __init__(
-        self, views: Sequence[RowsView], own_from: dict[int, int], tokens: Tokens
-    ) -> None:
+    def __init__(self, views: Sequence[RowsView], own_from: dict[int, int], tokens: Tokens) -> None:
         is_cut = tokens.seat.grid.cp > 1
         self.local: Rows = tokens.local_order if is_cut else np.arange(tokens.n_local)
         local = self.local
