@@ -3,6 +3,21 @@
 #include "bind.h"
 
 namespace aserve {
+namespace {
+
+void run_each(Team& team, int64_t n, const py::function& function) {
+  py::gil_scoped_release release;
+  team.run(n, [&](int64_t i) {
+    py::gil_scoped_acquire acquire;
+    try {
+      function(i);
+    } catch (const py::error_already_set& error) {  // may only be held and freed under the lock
+      throw std::runtime_error(error.what());
+    }
+  });
+}
+
+}  // namespace
 
 void bind_cpu(py::module_& module) {
   py::class_<Team>(module, "Team")
@@ -11,7 +26,8 @@ void bind_cpu(py::module_& module) {
              return std::make_unique<Team>(threads);
            }),
            py::arg("threads"))
-      .def_property_readonly("threads", &Team::threads);
+      .def_property_readonly("threads", &Team::threads)
+      .def("run", &run_each, "function(i) for each i in [0, n) on the threads of the team.");
   module.def("level", [] { return level_name(level()); });
   module.def("level_max", [] { return level_name(level_max()); });
   module.def(

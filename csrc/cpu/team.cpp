@@ -4,9 +4,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -59,6 +61,8 @@ struct Team::State {
   std::atomic<Call> call{nullptr};
   std::atomic<const void*> context{nullptr};
   std::atomic<uint32_t> job{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr failure;  // written by whoever sets `failed`, read when all tasks are done
   std::atomic<bool> stop{false};
   std::atomic<int> sleepers{0};
   std::mutex mutex;  // of the sleepers
@@ -78,7 +82,11 @@ struct Team::State {
       }
       // Unchanged since `now` was read means that the fields read between were this job's.
       if (!ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-      call_now(context_now, i);
+      try {
+        if (!failed.load(std::memory_order_relaxed)) call_now(context_now, i);
+      } catch (...) {  // it would end the process on a worker, and leave the job open on the caller
+        if (!failed.exchange(true)) failure = std::current_exception();
+      }
       done.fetch_add(1, std::memory_order_acq_rel);
       now = ticket.load(std::memory_order_acquire);
     }
@@ -147,6 +155,7 @@ void Team::run_erased(int64_t n, Call call, const void* context) {
   state.context.store(context, std::memory_order_release);
   state.n.store(n, std::memory_order_release);
   state.done.store(0, std::memory_order_release);
+  state.failed.store(false, std::memory_order_relaxed);
   state.ticket.store(static_cast<uint64_t>(number) << 32, std::memory_order_release);
   state.job.store(number, std::memory_order_seq_cst);
   if (state.sleepers.load(std::memory_order_seq_cst) > 0) {
@@ -158,6 +167,7 @@ void Team::run_erased(int64_t n, Call call, const void* context) {
   while (!spin(spin_caller, finished)) std::this_thread::yield();
   state.ticket.store((static_cast<uint64_t>(number) << 32) | State::closed,
                      std::memory_order_release);
+  if (state.failed.load()) std::rethrow_exception(std::exchange(state.failure, nullptr));
 }
 
 namespace {

@@ -12,7 +12,7 @@ from aserve import _native
 from aserve.errors import ConfigError
 from aserve.tensor.collective import OneRank
 from aserve.tensor.native import NativeOps
-from aserve.tensor.ops import open_ops
+from aserve.tensor.ops import Attend, KvLayer, open_ops
 from aserve.tensor.reference import ReferenceOps
 
 
@@ -42,6 +42,59 @@ def test_environment_lowers_the_level(level: str) -> None:
 def test_level_names_are_checked() -> None:
     with pytest.raises(ValueError, match="a level is generic"):
         _native.set_level("sse")
+
+
+def test_a_task_that_fails_on_a_worker_fails_the_call_and_not_the_process() -> None:
+    team = _native.Team(2)
+    both_are_here = threading.Barrier(2, timeout=10)
+    ran: list[int] = []
+
+    def task(index: int) -> None:
+        ran.append(index)
+        if index < 2:
+            both_are_here.wait()  # so that caller and worker have one task each
+        if threading.current_thread() is not threading.main_thread():
+            raise LookupError(f"task {index} on a worker")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"LookupError: task \d on a worker"):
+            team.run(1000, task)
+        assert set(ran) >= {0, 1}
+        ran.clear()
+    team.run(50, ran.append)
+    assert sorted(ran) == list(range(50))
+
+
+def test_a_task_that_fails_on_the_caller_fails_the_call() -> None:
+    def task(index: int) -> None:
+        if index == 3:
+            raise LookupError("three")
+
+    for threads in (1, 2):
+        with pytest.raises(RuntimeError, match="LookupError: three"):
+            _native.Team(threads).run(5, task)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux alone")
+def test_a_kernel_without_memory_is_a_memory_error(ops: NativeOps) -> None:
+    import resource
+
+    dim = 1 << 20  # of a head; each task wants 128 MiB to work in
+    pool = KvLayer(torch.zeros(1, 1, 1, dim), torch.zeros(1, 1, 1, dim))
+    one = torch.ones(2, dtype=torch.int32)
+    attend = Attend(one, one - 1, (one - 1).view(2, 1), torch.arange(3).int(), one)
+    q = torch.zeros(2, 1, dim)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError):
+            ops.attention(q, pool, attend, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    small = KvLayer(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8))
+    assert ops.attention(torch.ones(2, 1, 8), small, attend, 1.0).eq(1).all()
 
 
 def test_callers_on_several_threads_take_turns() -> None:
@@ -98,7 +151,7 @@ def test_threads_that_cannot_be_had_are_a_config_error() -> None:
     script = """
 import pathlib, re, resource
 from aserve.errors import ConfigError
-from aserve.tensor.ops import open_ops
+from aserve.tensor.ops import Attend, KvLayer, open_ops
 status = pathlib.Path("/proc/self/status").read_text()
 used = int(re.search(r"VmSize:\\s+(\\d+)", status)[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)

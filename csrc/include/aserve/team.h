@@ -16,7 +16,8 @@ class Team {
   int threads() const { return threads_; }
 
   // Calls task(i) once for each i in [0, n), in any order, on any thread; returns when all are done.
-  // One caller at a time: a second waits. Tasks must not throw.
+  // One caller at a time: a second waits. When a task throws, no further one is begun, and the first
+  // exception is thrown here once those under way have ended.
   template <class Task>
   void run(int64_t n, const Task& task) {
     if (n <= 1 || threads_ == 1) {
