@@ -54,6 +54,12 @@ class Header(msgspec.Struct, frozen=True):
         digest = blake2b(described(shapes).encode(), digest_size=8).digest()
         return cls(step, int.from_bytes(digest, "big", signed=True), n_bytes(shapes))
 
+    def beside(self, expected: "Header") -> str:
+        """What this one says, for who expected another."""
+        if self.checksum == expected.checksum:
+            return f"step {self.step} (the same names and shapes)"
+        return f"step {self.step} ({self.n_bytes} bytes of other names or shapes)"
+
     def pack(self) -> bytes:
         return HEADER.pack(MAGIC, self.step, self.checksum, self.n_bytes)
 

@@ -7,11 +7,9 @@ for all that the protocol allows, and reads in another, so that a rank answers w
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
 import trio
 
 from aserve.core.codec import (
-    MESSAGE_BYTES_MAX,
     Down,
     decode_down,
     decode_up,
@@ -20,10 +18,11 @@ from aserve.core.codec import (
 )
 from aserve.errors import PeerError
 from aserve.planes.request import CONTROLS_MAX, FollowerEnd, LeaderEnd
+from aserve.planes.terms import Terms
 from aserve.wire.address import Address
-from aserve.wire.connection import Connection, Identity, connect
+from aserve.wire.connection import Connection, connect
 from aserve.wire.frames import Frames
-from aserve.wire.hello import LEADER, Card
+from aserve.wire.hello import LEADER
 from aserve.wire.listener import Listener, open_listener
 from aserve.wire.nursery import ServiceNursery
 
@@ -31,19 +30,6 @@ ROLE = "request"
 LAST_WORDS_S = 1.0  # for an end's own last message to get out
 LEAVE_S = 2.0  # for the followers to leave after the leader's end
 SILENT = "its connection ended without a word"
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """What both ends must agree on before they meet. `run` tells one start of a grid from another,
-    where ranks of an earlier one may still be about."""
-
-    world: int
-    in_flight_max: int
-    secret: bytes
-    run: str = ""
-
-    def identity(self, rank: int) -> Identity:
-        return Identity(Card(ROLE, rank, self.world, self.run), self.secret, MESSAGE_BYTES_MAX)
 
 
 class _Outbox:
@@ -85,7 +71,7 @@ async def open_leader(address: Address, terms: Terms) -> AsyncIterator[LeaderEnd
     When the block ends in peace the ranks are told so and given time to leave. Raises ConfigError
     where the address cannot be listened on.
     """
-    identity = terms.identity(LEADER)
+    identity = terms.identity(ROLE, LEADER)
     async with open_listener(address, identity, range(terms.world)) as listener:
         plane = _StreamLeader(listener, terms)
         async with ServiceNursery() as nursery:
@@ -138,7 +124,7 @@ async def open_follower(
 
     Raises Refusal where either end refuses the other, PeerError where no leader is found in time.
     """
-    connection = await connect(address, terms.identity(rank), limit_s=limit_s)
+    connection = await connect(address, terms.identity(ROLE, rank), limit_s=limit_s)
     outbox = _Outbox(terms.in_flight_max + CONTROLS_MAX, lasting=True)
     follower = FollowerEnd(rank, terms.in_flight_max, lambda up: outbox.put(encode_up(up)))
     async with connection.frames as frames, ServiceNursery() as nursery:
