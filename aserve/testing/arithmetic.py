@@ -25,8 +25,8 @@ Ints = npt.NDArray[np.uint64]
 HIDDEN_BITS = 40
 MASK = np.uint64((1 << HIDDEN_BITS) - 1)
 HEADS = 12  # split by any attn_tp of 1, 2, 3, 4, 6
-UNITS = 12  # of an MLP, or of one expert
-EXPERTS = 12
+UNITS = 24  # of an MLP, or of one expert; split by any tp of 1, 2, 3, 4, 6, 8, 12
+EXPERTS = 24
 PER_ROW = 2  # experts that a row chooses
 RULE_KIND = "legible"  # of a `Grammar` whose text is "KEY" or "KEY!", which breaks now and then
 CONTEXT_LEN = 4096
@@ -61,7 +61,7 @@ def salts(what: int, layer: int, count: int) -> Ints:
 
 
 def _table(what: int) -> tuple[Ints, ...]:
-    return tuple(salts(what, layer, HEADS) for layer in range(64))
+    return tuple(salts(what, layer, 24) for layer in range(64))
 
 
 KEY_SALTS, READ_SALTS, UNIT_SALTS, EXPERT_SALTS, CHOICE_SALTS = (_table(what) for what in range(5))

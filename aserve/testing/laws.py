@@ -9,6 +9,7 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any
 
+from aserve.core.layout import Grid
 from aserve.core.message import StepPlan, StepReport
 from aserve.core.pages import OWNED
 from aserve.core.planner import Planner
@@ -123,14 +124,22 @@ class Laws:
         for value, most, what in bounds:
             if value > most:
                 self.note(Law.BOUNDS, f"{value} {what}, at most {most}")
-        for seq, group, page, step in self.log.writes():
-            owner = planner._groups[group]
-            sequence = owner.running.get(seq) or owner.leaving.get(seq)
-            own = sequence is not None and page in sequence.pages[sequence.cached_pages :]
-            if not own or owner.pool.place(page) != OWNED:
-                text = f"step {step} still writes page {page}, which sequence {seq} does not own"
-                self.note(Law.WRITES, text)
-                return
+        for write in self.log.writes():
+            self._check_write(planner, *write)
+
+    def _check_write(self, planner: Planner, step: int, seq: int, group: int, page: int) -> None:
+        """Until its group's leader has told of the step, the page is the sequence's own; until all
+        ranks have, the sequence holds it, if only by a lock in the cache."""
+        owner = planner._groups[group]
+        sequence = owner.running.get(seq) or owner.leaving.get(seq)
+        held = sequence is not None and page in sequence.pages
+        if held and not self.log.told(step, group):
+            assert sequence is not None
+            held = page in sequence.pages[sequence.cached_pages :]
+            held = held and owner.pool.place(page) == OWNED
+        if not held:
+            text = f"step {step} still writes page {page}, which sequence {seq} does not own"
+            self.note(Law.WRITES, text)
 
 
 def described(error: BaseException) -> str:
@@ -150,20 +159,26 @@ class Log:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        grid = Grid(setup.layout)
+        self._leaders = [grid.leader(dp) for dp in range(grid.dp)]
         self.reset()
 
     def reset(self) -> None:
         self.in_flight: dict[int, StepPlan] = {}
-        self._reports: dict[int, int] = {}
+        self._reports: dict[int, set[int]] = {}  # by step, the ranks
         self._written: dict[int, list[tuple[int, int, int]]] = {}
         self._tables: dict[int, tuple[int, list[int]]] = {}  # seq: group, pages
         self._holders: dict[tuple[int, int], set[int]] = {}
 
     def writes(self) -> Iterable[tuple[int, int, int, int]]:
-        """(seq, group, page, step) of every write that may still happen."""
+        """(step, seq, group, page) of every write that may still happen."""
         for step, written in self._written.items():
-            for seq, group, page in written:
-                yield seq, group, page, step
+            for write in written:
+                yield step, *write
+
+    def told(self, step: int, group: int) -> bool:
+        """Whether the leader of the group has reported a step in flight."""
+        return self._leaders[group] in self._reports.get(step, ())
 
     def planned(self, plan: StepPlan, note: Callable[[Law, str], None]) -> None:
         for seq in plan.drops:
@@ -204,7 +219,8 @@ class Log:
 
     def reported(self, report: StepReport, world: int) -> None:
         """A step is over when every rank has said so."""
-        count = self._reports[report.step] = self._reports.get(report.step, 0) + 1
-        if count == world:
+        ranks = self._reports.setdefault(report.step, set())
+        ranks.add(report.rank)
+        if len(ranks) == world:
             for book in (self.in_flight, self._reports, self._written):
                 book.pop(report.step, None)

@@ -8,7 +8,7 @@ from aserve.core.request import FinishReason, Request
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import Ints, Shape
 
-ALL = slice(0, model.HEADS)
+ALL_HEADS, ALL_UNITS = slice(0, model.HEADS), slice(0, model.UNITS)
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -36,10 +36,10 @@ class Reading:
         positions = np.arange(start, end, dtype=np.uint64)
         hidden = model.embed(np.array(tokens, dtype=np.uint64), positions)
         for layer in range(self.shape.layers):
-            weighted = model.cached(layer, hidden, ALL) * model.WEIGHTS[start:end]
+            weighted = model.cached(layer, hidden, ALL_HEADS) * model.WEIGHTS[start:end]
             sums = self._sums[layer] + np.cumsum(weighted, axis=1, dtype=np.uint64)
             self._sums[layer] = sums[:, -1:]
-            heads = model.read(layer, sums, ALL)
+            heads = model.read(layer, sums, ALL_HEADS)
             hidden = model.add(hidden, heads.sum(0, dtype=np.uint64))
             hidden = model.add(hidden, self._wide(layer, hidden))
         self.n_tokens = end
@@ -47,9 +47,11 @@ class Reading:
 
     def _wide(self, layer: int, hidden: Ints) -> Ints:
         if not self.shape.experts:
-            return model.units(layer, hidden, ALL)
+            return model.units(layer, hidden, ALL_UNITS)
         first, second = model.chosen_experts(layer, hidden)
-        return model.expert(layer, hidden, first, ALL) + model.expert(layer, hidden, second, ALL)
+        return model.expert(layer, hidden, first, ALL_UNITS) + model.expert(
+            layer, hidden, second, ALL_UNITS
+        )
 
 
 def _scores(hidden: int, key: int, vocab: int) -> Ints:

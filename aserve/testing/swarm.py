@@ -99,7 +99,7 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         step_tokens=layout.dp
         * choose.of("group_rows", page_size * random.randint(1, 6) + random.randint(0, 5)),
         running_max=choose.one_of("running_max", 1, 4, 12, 24) * in_flight_max * layout.dp,
-        waiting_max=choose.one_of("waiting_max", 4, 500, 500),
+        waiting_max=choose.one_of("waiting_max", 4, *(500,) * 7),
         prefix_cache=choose.maybe("prefix_cache", 0.75),
         overlap=overlap,
         dynamic_chunks=choose.maybe("dynamic_chunks", 0.2) and layout.pp > 1,

@@ -28,7 +28,7 @@ from aserve.core.config import Cache, Config
 from aserve.core.config import Ranks as RanksConfig
 from aserve.core.layout import Grid
 from aserve.core.message import StepPlan, StepReport
-from aserve.core.planner import CacheSpec
+from aserve.core.planner import CacheSpec, Planner
 from aserve.errors import PlaneError, PlaneMismatch, RequestError
 from aserve.planes.hidden import open_hidden_plane
 from aserve.planes.inline import compute_inline, open_inline_planes
@@ -223,9 +223,19 @@ class LawfulSupervisor(Supervisor):
         self._laws = laws
 
     def _lead(self, pages_total: int) -> Leader:
-        leader = super()._lead(pages_total)
-        self._laws.watch(leader.planner)
-        return leader
+        """As above, but for the drafts, which no model of today has."""
+        setup = self._laws.setup
+        planner = Planner(
+            setup.schedule,
+            CacheSpec(setup.page_size, pages_total),
+            context_len=CONTEXT_LEN,
+            layout=setup.layout,
+            draft_max=setup.draft_max,
+        )
+        self._laws.watch(planner)
+        layout = setup.layout
+        in_flight_max = layout.pp + setup.schedule.overlap
+        return Leader(planner, world=layout.pp * layout.tp, in_flight_max=in_flight_max)
 
     def _broke(self, error: Exception) -> None:
         if not isinstance(error, CURABLE):
