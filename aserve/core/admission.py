@@ -22,8 +22,9 @@ RETRACT_STEPS = 20  # steps a sequence is expected to run on after a retraction
 class NewTokenRatio:
     """The share of their remaining `max_tokens` that sequences are expected to use."""
 
-    def __init__(self) -> None:
+    def __init__(self, draft_max: int = 0) -> None:
         self.value = RATIO_START
+        self.draft_max = draft_max
 
     def decode(self) -> None:
         self.value = max(RATIO_LEAST, self.value - RATIO_DECAY)
@@ -44,8 +45,9 @@ class NewTokenRatio:
         """Pages it will hold when done, as far as can be expected."""
         remaining_len = min(sequence.max_tokens - sequence.n_generated, FUTURE_LEN_MAX)
         future_len = -(-remaining_len * self.value // RATIO_ONE)
-        # The last token drawn never gets KV.
-        return group.pages_for(len(sequence.tokens) + max(future_len - 1, 0))
+        # The last token drawn never gets KV. The rows of one draft lie beyond the text; as surplus
+        # pages stay with their sequence for the next draft, one draft is all that counts.
+        return group.pages_for(len(sequence.tokens) + max(future_len - 1, 0) + self.draft_max)
 
     def pages_wanted(self, group: Group, sequence: Sequence) -> int:
         """Pages that a running sequence is expected to take yet."""
@@ -129,7 +131,7 @@ def computed_by(group: Group, sequence: Sequence, hit: Node | None) -> Sequence 
     if end > sequence.reusable_len():
         return None
     page = sequence.tokens[start:end]
-    for other in group.prefilling.values():
+    for other in group.promising.values():
         # A node is a prefix, so only the page after it is compared. Who stores below another node
         # of this path has been overtaken, and will not store this page: see `Group.store`.
         if (
@@ -147,7 +149,7 @@ def still_waits(groups: Iterable[Group], sequence: Sequence) -> bool:
     if other is None:
         return False
     for group in groups:
-        if group.prefilling.get(other.seq) is other and other.cached_pages < sequence.wait_pages:
+        if group.promising.get(other.seq) is other and other.cached_pages < sequence.wait_pages:
             return True
     sequence.waits_for = None
     return False

@@ -8,10 +8,10 @@ from enum import Enum
 from aserve.core.admission import NewTokenRatio, WaitingQueue, computed_by, still_waits, victim
 from aserve.core.config import Schedule
 from aserve.core.group import Group
-from aserve.core.message import Admit, Batch, Rows
+from aserve.core.lane import Composition, Lane
 from aserve.core.outbox import Outbox
-from aserve.core.replica import fold_admit
-from aserve.core.sequence import NOT_IN_FLIGHT, Phase, Sequence
+from aserve.core.sequence import NO_MICROBATCH, Phase, Sequence
+from aserve.core.tree import cut
 
 SCAN_MAX = 64  # waiting sequences passed over in one step because others compute what they need
 
@@ -22,143 +22,188 @@ class Verdict(Enum):
     FULL = 2  # nobody behind it may go first, or it would starve
 
 
-class Lane:
-    """What one group does in the step being composed."""
-
-    def __init__(self, group: Group, cell: list[Sequence], rows_max: int) -> None:
-        self.group = group
-        self.cell = cell  # the group's running sequences in this microbatch
-        self.rows_max = rows_max
-        self.rows_left = rows_max
-        self.rows: list[Rows] = []
-        self.scheduled: list[Sequence] = []
-        self.numbers: list[int] = []  # for the digest
-        self.n_decode = 0
-        self.pages_reserved = -1  # for the group's running sequences; counted when first needed
-        self.retracted = False
-
-    def add(self, sequence: Sequence, n_rows: int, pages: tuple[int, ...]) -> None:
-        """Plan the next `n_rows` known tokens of a sequence; `pages` are new to the ranks."""
-        tokens, start = sequence.tokens, sequence.kv_len
-        n_tokens, end = len(tokens), start + n_rows
-        assert end <= n_tokens, sequence.seq
-        assert end <= len(sequence.pages) * self.group.page_size, sequence.seq
-        work = sequence.work[:n_rows] if n_rows > 1 else (tokens[start],)
-        self.rows.append(Rows(sequence.seq, start, work, (), end == n_tokens, pages))
-        self.scheduled.append(sequence)
-        self.numbers += (
-            sequence.seq,
-            start,
-            n_tokens,
-            tokens[-1],
-            len(sequence.pages),
-            sequence.pages[-1],
-        )
-        self.rows_left -= n_rows
-
-
-class Composition:
-    """A step before it has a number: the parts of a `StepPlan` and what the planner notes of it."""
-
-    def __init__(self, lanes: list[Lane]) -> None:
-        self.lanes = lanes
-        self.admits: list[Admit] = []
-
-    @property
-    def scheduled(self) -> list[Sequence]:
-        """In the order of the plan's rows."""
-        if len(self.lanes) == 1:
-            return self.lanes[0].scheduled
-        return [sequence for lane in self.lanes for sequence in lane.scheduled]
-
-    @property
-    def n_rows(self) -> int:
-        return sum(lane.rows_max - lane.rows_left for lane in self.lanes)
-
-    def batches(self) -> tuple[Batch, ...]:
-        return tuple([Batch(tuple(lane.rows)) for lane in self.lanes])
-
-    def numbers(self) -> list[int]:
-        numbers: list[int] = []
-        for admit in self.admits:
-            fold_admit(numbers, admit)
-        for lane in self.lanes:
-            numbers += lane.numbers
-        return numbers
-
-
 class Composer:
-    """Fills steps. `cells[microbatch][group]` are the running sequences, in order of admission."""
+    """Fills steps. `cells[microbatch][group]` are the sequences that draw in that microbatch, in
+    the order in which they joined it; those that only prefill are their group's.
+    """
 
     def __init__(
-        self, groups: list[Group], in_flight_max: int, schedule: Schedule, outbox: Outbox
+        self,
+        groups: list[Group],
+        in_flight_max: int,
+        schedule: Schedule,
+        outbox: Outbox,
+        draft_max: int,
     ) -> None:
-        n_cells = len(groups) * in_flight_max
         page_size = groups[0].page_size
         self.groups = groups
         self.in_flight_max = in_flight_max
         self.outbox = outbox
+        self.draft_max = draft_max
         self.rows_max = schedule.step_tokens // len(groups)  # of one group in one step
         assert self.rows_max >= page_size, (schedule.step_tokens, len(groups), page_size)
+        running_max = max(1, schedule.running_max // len(groups))  # of one group
         # However many decode, a page's worth of rows is left for the first chunk: none starves.
-        running_max = max(1, schedule.running_max // n_cells)
-        self.cell_max = min(running_max, self.rows_max - page_size + 1)
-        self.cells: list[list[list[Sequence]]] = [
-            [[] for _ in groups] for _ in range(in_flight_max)
-        ]
+        # The cells of a group together have room for all that run, so as long as one prefills,
+        # some cell has room for it, and rows for a page of it.
+        self.cell_max = min(-(-running_max // in_flight_max), self.rows_max - page_size + 1)
+        self.running_max = min(running_max, self.cell_max * in_flight_max)
         self.queue = WaitingQueue()
-        self.ratio = NewTokenRatio()
+        self.ratio = NewTokenRatio(draft_max)
         self.n_retractions = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody is in a microbatch."""
+        self.cells: list[list[list[Sequence]]] = [
+            [[] for _ in self.groups] for _ in range(self.in_flight_max)
+        ]
 
     @property
     def n_running(self) -> int:
-        return sum(len(cell) for cells in self.cells for cell in cells)
+        return sum([len(group.running) for group in self.groups])
 
     def compose(self, microbatch: int) -> Composition:
-        """The next step of a microbatch none of whose sequences is in flight."""
+        """The next step of a microbatch that is not in flight."""
         lanes = [
             Lane(group, cell, self.rows_max)
             for group, cell in zip(self.groups, self.cells[microbatch], strict=True)
         ]
-        composition = Composition(lanes)
+        composition = Composition(microbatch, lanes)
         for lane in lanes:
             if lane.cell:
-                self._add_running(lane)
+                self._add_decodes(lane)
+            if lane.group.prefilling:
+                self._add_chunks(lane, microbatch)
         if len(self.queue):
-            self._add_waiting(microbatch, composition)
-        if any(lane.n_decode for lane in lanes):
+            self._add_waiting(composition)
+        if any([lane.n_decode for lane in lanes]):
             self.ratio.decode()
         return composition
 
     def remove(self, sequence: Sequence) -> None:
-        """A running sequence leaves its cell."""
-        self.cells[sequence.microbatch][sequence.group].remove(sequence)
-        if not self.n_running:
-            self.ratio.idle()
+        """A running sequence leaves its microbatch, if it had joined one."""
+        if sequence.microbatch != NO_MICROBATCH:
+            self.cells[sequence.microbatch][sequence.group].remove(sequence)
 
-    def _add_running(self, lane: Lane) -> None:
-        group = lane.group
+    def retract(self, sequence: Sequence) -> None:
+        """A running sequence gives up its pages and waits, before all others of its class."""
+        group = self.groups[sequence.group]
+        self.remove(sequence)
+        self.outbox.drop(sequence, done=False)
+        group.leave(sequence, keep=True)
+        sequence.enter(Phase.WAITING)
+        self.queue.put_first(sequence)
+        self.ratio.retract(list(group.running.values()))
+        self.n_retractions += 1
+
+    def audit(self) -> None:
+        """Every running sequence either prefills or stands in one microbatch."""
+        for index, group in enumerate(self.groups):
+            joined = [sequence for cells in self.cells for sequence in cells[index]]
+            assert all(group.running.get(sequence.seq) is sequence for sequence in joined)
+            assert all(sequence.seq not in group.prefilling for sequence in joined)
+            assert len(joined) + len(group.prefilling) == len(group.running)
+            for microbatch, cells in enumerate(self.cells):
+                assert all(sequence.microbatch == microbatch for sequence in cells[index])
+
+    def _add_decodes(self, lane: Lane) -> None:
+        group, page_size = lane.group, lane.group.page_size
         if group.pages_available < len(lane.cell):
             self._make_room(lane)
-        chunked: list[Sequence] = []
+        if self.draft_max:
+            self._cut_drafts(lane)
         for sequence in lane.cell:
-            assert sequence.in_flight == NOT_IN_FLIGHT, sequence.seq
-            kv_len = sequence.kv_len
-            if len(sequence.tokens) - kv_len != 1:
-                chunked.append(sequence)
-            elif kv_len < len(sequence.pages) * group.page_size:
-                lane.add(sequence, 1, ())
-            elif group.pages_available:
-                lane.add(sequence, 1, (group.grow(sequence),))
+            end = sequence.kv_len + 1 + len(sequence.draft.tokens)
+            pages: tuple[int, ...] = ()
+            if end > len(sequence.pages) * page_size:
+                n_new = group.pages_for(end) - len(sequence.pages)
+                if n_new > group.pages_available:
+                    lane.short = True
+                    assert group.leaving or group.yielding, sequence.seq
+                    continue
+                pages = tuple([group.grow(sequence) for _ in range(n_new)])
+            if sequence.draft.tokens:
+                lane.add_tree(sequence, sequence.draft, pages)
             else:
-                # Pages of a finished sequence come back with the step that still writes them.
-                assert group.leaving, sequence.seq
+                lane.add(sequence, 1, pages)
         lane.n_decode = len(lane.rows)
-        for sequence in chunked:
-            n_rows = self._chunk_len(lane, len(sequence.tokens) - sequence.kv_len, sequence.kv_len)
+
+    def _make_room(self, lane: Lane) -> None:
+        """Retract until every decode row has its page, or until enough has been told to yield.
+
+        Why this ends. Whoever goes, goes because a running sequence, of whatever microbatch, needs
+        a page for its next row. Neither admission (`NewTokenRatio.fits`) nor drafts take pages
+        that such rows need, so the page becomes a row, and the row a token; or the one in need
+        went itself, and comes back with that page and draws with its last chunk. So each
+        retraction is paid for with a token, and there are only so many to draw: two microbatches
+        cannot retract each other's sequences for ever. Who runs alone is never retracted, and
+        fits the pool: `Planner.add` saw to that.
+        """
+        group = lane.group
+        while True:
+            n_wanted = sum([s.kv_len == len(s.pages) * group.page_size for s in lane.cell])
+            # Pages that are about to come back are worth a wait: what holds them is in flight.
+            if n_wanted <= group.pages_available or group.leaving or group.yielding:
+                return
+            assert len(group.running) > 1, "a lone sequence outgrew the pool"
+            sequence = victim(group.running.values())
+            if sequence.in_flight:  # elsewhere: it is planned no more, and goes when it landed
+                group.yielding[sequence.seq] = sequence
+            else:
+                self.retract(sequence)
+            lane.short = True
+
+    def _cut_drafts(self, lane: Lane) -> None:
+        """Fit drafts to what is left: of rows, half at most if prompts wait; of pages, those that
+        no running sequence needs for its next row.
+        """
+        group, page_size = lane.group, lane.group.page_size
+        drafted = [sequence for sequence in lane.cell if sequence.draft.tokens]
+        rows = lane.rows_left - len(lane.cell)
+        if group.prefilling or len(self.queue):
+            rows = min(rows // 2, rows - page_size)
+        pages = group.pages_available
+        if drafted:
+            running = group.running.values()
+            pages -= sum([s.kv_len == len(s.pages) * page_size for s in running])
+        for place, sequence in enumerate(drafted):
+            root_end = sequence.kv_len + 1
+            n_held = max(len(sequence.pages), group.pages_for(root_end))
+            n_max = min(
+                max(0, rows) // (len(drafted) - place),
+                max(0, n_held + max(0, pages)) * page_size - root_end,
+            )
+            # The last token drawn never gets KV, so no path of rows can be longer than the rest.
+            depth_max = sequence.max_tokens - sequence.n_generated - 1
+            sequence.draft = cut(sequence.draft, n_max, depth_max)
+            n_rows = len(sequence.draft.tokens)
+            rows -= n_rows
+            pages -= max(0, group.pages_for(root_end + n_rows) - n_held)
+
+    def _add_chunks(self, lane: Lane, microbatch: int) -> None:
+        """The next chunks of prompts begun, also while their chunks before are in flight."""
+        group = lane.group
+        share = -(-len(group.running) // self.in_flight_max)
+        for sequence in list(group.prefilling.values()):
+            if sequence.seq in group.yielding:
+                continue
+            work_len = len(sequence.tokens) - sequence.kv_len
+            n_rows = self._chunk_len(lane, work_len, sequence.kv_len)
             if not n_rows:
                 break
-            lane.add(sequence, n_rows, ())
+            if n_rows < work_len:
+                lane.add(sequence, n_rows, ())
+            elif len(lane.cell) < min(share, self.cell_max):
+                lane.add(sequence, n_rows, ())
+                del group.prefilling[sequence.seq]
+                self._join(sequence, lane, microbatch)
+            # Else it joins another microbatch, one with fewer than its share.
+
+    def _join(self, sequence: Sequence, lane: Lane, microbatch: int) -> None:
+        """With its last chunk a sequence comes to a microbatch, and stays."""
+        sequence.microbatch = microbatch
+        lane.cell.append(sequence)
 
     def _chunk_len(self, lane: Lane, work_len: int, start: int) -> int:
         """All of the work if the budget allows, else up to the last page border within it."""
@@ -167,45 +212,18 @@ class Composer:
         end = start + lane.rows_left
         return max(0, end - end % lane.group.page_size - start)
 
-    def _make_room(self, lane: Lane) -> None:
-        """Retract until every decode row has its page."""
-        group = lane.group
-        while True:
-            n_wanted = sum(s.kv_len == len(s.pages) * group.page_size for s in lane.cell)
-            # Pages that are about to come back are worth a step's wait, and a sequence that runs
-            # alone never is retracted: `Planner.add` saw that the pool holds all of it.
-            if n_wanted <= group.pages_available or group.leaving:
-                return
-            assert len(group.running) > 1, "a lone sequence outgrew the pool"
-            self._retract(victim(lane.cell))
-            lane.retracted = True
-
-    def _retract(self, sequence: Sequence) -> None:
-        group = self.groups[sequence.group]
-        self.cells[sequence.microbatch][sequence.group].remove(sequence)
-        self.outbox.drop(sequence, done=False)
-        group.leave(sequence, keep=True)
-        sequence.enter(Phase.WAITING)
-        self.queue.put_first(sequence)
-        self.ratio.retract(list(group.running.values()))
-        self.n_retractions += 1
-
-    def _add_waiting(self, microbatch: int, composition: Composition) -> None:
-        n_all = self.n_running + len(self.queue)
-        share = -(-n_all // self.in_flight_max)  # so that microbatches fill evenly
-        n_here = sum(len(lane.cell) for lane in composition.lanes)
+    def _add_waiting(self, composition: Composition) -> None:
         n_passed_over = 0
         admitted: list[Sequence] = []
         for sequence in self.queue:
-            if n_here >= share or not self._open_lanes(composition):
+            lanes = self._open_lanes(composition)
+            if not lanes:
                 break
             verdict = Verdict.WAITS
             if not still_waits(self.groups, sequence):
-                verdict = self._try(sequence, composition)
+                verdict = self._try(sequence, lanes, composition)
             if verdict == Verdict.ADMITTED:
-                sequence.microbatch = microbatch
                 admitted.append(sequence)
-                n_here += 1
             elif verdict == Verdict.WAITS and n_passed_over < SCAN_MAX:
                 n_passed_over += 1
             else:
@@ -218,13 +236,15 @@ class Composer:
         lanes = [
             lane
             for lane in composition.lanes
-            if lane.rows_left > 0 and len(lane.cell) < self.cell_max and not lane.retracted
+            if lane.rows_left > 0
+            and len(lane.group.running) < self.running_max
+            and not (lane.short or lane.group.yielding)
         ]
         lanes.sort(key=lambda lane: len(lane.group.running))  # stable: then by index
         return lanes
 
-    def _try(self, sequence: Sequence, composition: Composition) -> Verdict:
-        for lane in self._open_lanes(composition):
+    def _try(self, sequence: Sequence, lanes: list[Lane], composition: Composition) -> Verdict:
+        for lane in lanes:
             group = lane.group
             hit = group.hit(sequence)
             hit_pages = 0 if hit is None else hit.depth
@@ -234,7 +254,10 @@ class Composer:
                 sequence.wait_pages = hit_pages + 1
                 return Verdict.WAITS
             start = hit_pages * group.page_size
-            n_rows = self._chunk_len(lane, len(sequence.tokens) - start, start)
+            work_len = len(sequence.tokens) - start
+            n_rows = self._chunk_len(lane, work_len, start)
+            if n_rows == work_len and not self._has_share(lane, sequence, len(composition.admits)):
+                continue
             # A lock walks the whole path, so who waits for memory is refused before it if possible.
             if n_rows and self._fits(lane, sequence, hit_pages):
                 group.lock(sequence, hit)
@@ -244,26 +267,39 @@ class Composer:
                 group.unlock(sequence)
         return Verdict.FULL
 
-    def _fits(self, lane: Lane, sequence: Sequence, hit_pages: int) -> bool:
+    def _has_share(self, lane: Lane, sequence: Sequence, n_admitted: int) -> bool:
+        """Whether this microbatch may take a sequence that draws at once, rather than the next.
+
+        Microbatches fill evenly: each takes its share of those who run and of those like
+        `sequence`, first in the queue, for which there is room yet.
+        """
+        if self.in_flight_max == 1:
+            return len(lane.cell) < self.cell_max
+        group = lane.group
+        n_waiting = -(-(len(self.queue) - n_admitted) // len(self.groups))
+        room = group.pages_available - self._pages_reserved(lane)
+        n_fitting = max(1, room // self.ratio.pages_future(group, sequence))
+        share = -(-(len(group.running) + min(n_waiting, n_fitting)) // self.in_flight_max)
+        return len(lane.cell) < min(share, self.cell_max)
+
+    def _pages_reserved(self, lane: Lane) -> int:
         if lane.pages_reserved < 0:
             lane.pages_reserved = self.ratio.pages_reserved(lane.group)
-        return self.ratio.fits(lane.group, sequence, hit_pages, lane.pages_reserved)
+        return lane.pages_reserved
+
+    def _fits(self, lane: Lane, sequence: Sequence, hit_pages: int) -> bool:
+        return self.ratio.fits(lane.group, sequence, hit_pages, self._pages_reserved(lane))
 
     def _start(self, sequence: Sequence, lane: Lane, n_rows: int, composition: Composition) -> None:
-        hit_pages = lane.group.place(sequence)
-        lane.pages_reserved += self.ratio.pages_wanted(lane.group, sequence)
+        group = lane.group
+        hit_pages = group.place(sequence)
+        lane.pages_reserved += self.ratio.pages_wanted(group, sequence)
         sequence.enter(Phase.RUNNING)
-        lane.cell.append(sequence)
         if sequence.cached_len < 0:
             sequence.cached_len = min(sequence.kv_len, sequence.prompt_len)
-        composition.admits.append(
-            Admit(
-                sequence.seq,
-                tuple(sequence.tokens),
-                sequence.prompt_len,
-                sequence.kv_len,
-                tuple(sequence.pages[:hit_pages]),
-                sequence.sampling,
-            )
-        )
+        composition.admit(sequence, hit_pages)
+        if sequence.kv_len + n_rows == len(sequence.tokens):
+            self._join(sequence, lane, composition.microbatch)
+        else:
+            group.prefilling[sequence.seq] = sequence
         lane.add(sequence, n_rows, tuple(sequence.pages[hit_pages:]))

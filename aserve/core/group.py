@@ -12,10 +12,19 @@ class Group:
         self.index = index
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self.pool = PagePool(pages_total)
-        self.tree = RadixTree(self.pool, page_size)
+        self.pages_total = pages_total
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody runs and nothing is cached: the ranks' pools are new."""
+        self.pool = PagePool(self.pages_total)
+        self.tree = RadixTree(self.pool, self.page_size)
         self.running: dict[int, Sequence] = {}  # in order of admission
-        self.prefilling: dict[int, Sequence] = {}  # those that have promised pages to the tree
+        self.prefilling: dict[int, Sequence] = {}  # of these, those in no microbatch yet
+        self.promising: dict[int, Sequence] = {}  # of these, those who will store pages
+        self.yielding: dict[
+            int, Sequence
+        ] = {}  # of these, to be retracted when nothing is in flight
         self.leaving: dict[int, Sequence] = {}  # over, but their rows are in flight
 
     @property
@@ -56,7 +65,7 @@ class Group:
         sequence.group = self.index
         sequence.hits.clear()
         sequence.cached_pages = node.depth
-        sequence.kv_len = node.depth * self.page_size
+        sequence.computed_len = sequence.kv_len = node.depth * self.page_size
         sequence.pages = self.tree.path_pages(node)
         n_tokens = len(sequence.tokens)
         for _ in range(self.pages_for(n_tokens) - node.depth):
@@ -64,7 +73,7 @@ class Group:
         self.running[sequence.seq] = sequence
         sequence.promised_pages = n_tokens // self.page_size if self.prefix_cache else 0
         if sequence.promised_pages > node.depth:
-            self.prefilling[sequence.seq] = sequence
+            self.promising[sequence.seq] = sequence
         return node.depth
 
     def grow(self, sequence: Sequence) -> int:
@@ -85,7 +94,7 @@ class Group:
         if n_pages > start:
             node = sequence.node
             assert node is not None, sequence.seq
-            assert n_pages * size <= sequence.kv_len, sequence.seq
+            assert n_pages * size <= sequence.computed_len, sequence.seq
             tokens = sequence.tokens[start * size : n_pages * size]
             if self.tree.has(node, tokens):
                 sequence.promised_pages = start
@@ -95,30 +104,32 @@ class Group:
                 sequence.cached_pages = n_pages
                 assert not duplicates, sequence.seq
         if sequence.cached_pages >= sequence.promised_pages:
-            self.prefilling.pop(sequence.seq, None)
+            self.promising.pop(sequence.seq, None)
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """It runs no more; its pages go back unless its rows are still in flight."""
         del self.running[sequence.seq]
-        self.prefilling.pop(sequence.seq, None)
-        if sequence.in_flight >= 0:
+        for part in (self.prefilling, self.promising, self.yielding):
+            part.pop(sequence.seq, None)
+        sequence.spoiled |= not keep
+        if sequence.in_flight:
             self.leaving[sequence.seq] = sequence
         else:
-            self.release(sequence, keep)
+            self.release(sequence)
 
     def land(self, sequence: Sequence) -> None:
         """The last rows of a sequence that had left came back: nobody writes its pages now."""
         del self.leaving[sequence.seq]
-        assert sequence.in_flight < 0, sequence.seq
-        self.release(sequence, keep=True)
+        self.release(sequence)
 
-    def release(self, sequence: Sequence, keep: bool) -> None:
-        """Give back all its pages; `keep` leaves the computed full ones in the tree."""
+    def release(self, sequence: Sequence) -> None:
+        """Give back all its pages; the computed full ones stay in the tree unless spoiled."""
+        assert not sequence.in_flight, sequence.seq
         node = sequence.node
         assert node is not None, sequence.seq
         start, end, size = sequence.cached_pages, 0, self.page_size
-        if keep and self.prefix_cache:
-            end = sequence.kv_len // size
+        if self.prefix_cache and not sequence.spoiled:
+            end = sequence.computed_len // size
         surplus = sequence.pages[max(start, end) :]
         if end > start:
             tokens, pages = sequence.tokens[start * size : end * size], sequence.pages[start:end]
@@ -127,12 +138,7 @@ class Group:
         for page in reversed(surplus):
             self.pool.give_back(page)
         self.tree.unlock(node)
-        sequence.node = None
-        sequence.pages = []
-        sequence.cached_pages = 0
-        sequence.promised_pages = 0
-        sequence.kv_len = 0
-        sequence.draft = ()
+        sequence.forget_kv()
 
     def check(self) -> None:
         """Every page is in exactly one place, by the ledger's counts."""
@@ -144,11 +150,17 @@ class Group:
         """Every page is in exactly one place, by walking all of them."""
         self.check()
         self.pool.audit()
+        for part in (self.prefilling, self.promising, self.yielding):
+            assert all(self.running.get(seq) is sequence for seq, sequence in part.items())
+        assert all(sequence.in_flight for sequence in self.leaving.values())
+        assert all(sequence.in_flight for sequence in self.yielding.values())
         locked: dict[int, int] = {}
         owned: list[int] = []
         for sequence in (*self.running.values(), *self.leaving.values()):
             assert len(sequence.pages) == len(dict.fromkeys(sequence.pages)), sequence.seq
             owned += sequence.pages[sequence.cached_pages :]
+            assert sequence.computed_len <= sequence.kv_len <= len(sequence.tokens), sequence.seq
+            assert sequence.kv_len <= len(sequence.pages) * self.page_size, sequence.seq
             node = sequence.node
             assert node is not None, sequence.seq
             assert node.depth == sequence.cached_pages, sequence.seq

@@ -1,7 +1,7 @@
 """What the next plans must still tell the ranks about earlier steps: commits and drops."""
 
 from aserve.core.message import Commit
-from aserve.core.sequence import Sequence
+from aserve.core.sequence import NO_MICROBATCH, Sequence
 
 
 class Outbox:
@@ -10,7 +10,12 @@ class Outbox:
     """
 
     def __init__(self, in_flight_max: int) -> None:
-        self._commits: list[dict[int, Commit]] = [{} for _ in range(in_flight_max)]
+        self._in_flight_max = in_flight_max
+        self.reset()
+
+    def reset(self) -> None:
+        """The ranks know nothing of anybody."""
+        self._commits: list[dict[int, Commit]] = [{} for _ in range(self._in_flight_max)]
         self._last_commits: list[Commit] = []
         self._drops: list[int] = []
         self._drop_numbers: list[int] = []  # for the digest
@@ -22,9 +27,10 @@ class Outbox:
 
     def drop(self, sequence: Sequence, done: bool) -> None:
         """The ranks forget it. Call it before its pages are given back: the digest needs kv_len."""
-        commit = self._commits[sequence.microbatch].pop(sequence.seq, None)
-        if commit is not None:
-            self._last_commits.append(Commit(commit.seq, commit.path, commit.tokens, done))
+        if sequence.microbatch != NO_MICROBATCH:
+            commit = self._commits[sequence.microbatch].pop(sequence.seq, None)
+            if commit is not None:
+                self._last_commits.append(Commit(commit.seq, commit.path, commit.tokens, done))
         self._drops.append(sequence.seq)
         self._drop_numbers += (sequence.seq, sequence.kv_len, len(sequence.tokens))
 

@@ -5,15 +5,20 @@ Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 
 import msgspec
 
-from aserve.core.compose import Composer, Composition
-from aserve.core.config import Schedule
+from aserve.core.compose import Composer
+from aserve.core.config import Layout, Schedule
 from aserve.core.group import Group
+from aserve.core.lane import Composition
+from aserve.core.layout import Grid
+from aserve.core.merge import Flight, Flights
 from aserve.core.message import Result, Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
 from aserve.core.replica import fold
 from aserve.core.request import FinishReason, Output, Request
-from aserve.core.sequence import NOT_IN_FLIGHT, Phase, Sequence
-from aserve.core.verdict import objection, settle
+from aserve.core.sequence import Phase, Sequence
+from aserve.core.status import PageLedger, PlannerState
+from aserve.core.status import PlannerStatistics as PlannerStatistics
+from aserve.core.verdict import land, objection, settle
 from aserve.errors import Desync, RequestError
 
 AUDIT_STEPS = 1024  # the ledger's counts are checked every step, every single page this often
@@ -27,37 +32,11 @@ class CacheSpec(msgspec.Struct, frozen=True):
     pages_total: int
 
 
-class PlannerStatistics(msgspec.Struct, frozen=True):
-    """The state now, then counts since the start."""
-
-    running: int
-    waiting: int
-    kv_pages_total: int
-    kv_pages_used: int  # held by sequences or kept for them by a lock
-    kv_pages_free: int
-    kv_pages_cached: int  # in the cache, evictable at any moment
-    prefix_query_tokens: int  # tokens of admitted sequences, and how many the cache had
-    prefix_hit_tokens: int
-    steps: int
-    rows: int
-    requests: int
-    retractions: int
-
-
-class InFlight(msgspec.Struct, frozen=True):
-    """A plan whose report is awaited."""
-
-    microbatch: int
-    digest: int
-    sequences: list[Sequence]
-    plan: StepPlan
-
-
 class Planner:
     """Owns every queue, page and budget. See `aserve.core` for how its parts divide the work.
 
-    A caller loops: `plan()` until it gives None, hand each plan to the ranks, hand each report to
-    `report()`. In a report, results stand in the order of the plan's rows, groups in order.
+    A caller loops: `plan()` until it gives None, hand each plan to all ranks, hand each rank's
+    report to `report()`. `draft_max` rows of a tree are planned beyond its root; 0: no drafts.
     """
 
     def __init__(
@@ -66,30 +45,62 @@ class Planner:
         cache: CacheSpec,
         *,
         context_len: int,
-        groups: int = 1,
-        in_flight_max: int = 1,
+        layout: Layout = Layout(),  # noqa: B008
+        draft_max: int = 0,
     ) -> None:
-        assert min(groups, in_flight_max, context_len, cache.page_size) >= 1
+        assert min(context_len, cache.page_size) >= 1
+        assert min(draft_max, schedule.overlap) >= 0
+        grid = Grid(layout)
         self._cache = cache
         self._context_len = context_len
         self._waiting_max = schedule.waiting_max
+        self._draft_max = draft_max
+        self._in_flight_max = grid.pp + schedule.overlap
         self._groups = [
             Group(index, cache.pages_total, cache.page_size, schedule.prefix_cache)
-            for index in range(groups)
+            for index in range(grid.dp)
         ]
-        self._outbox = Outbox(in_flight_max)
-        self._composer = Composer(self._groups, in_flight_max, schedule, self._outbox)
-        self._in_flight_max = in_flight_max
+        self._outbox = Outbox(self._in_flight_max)
+        self._composer = Composer(
+            self._groups, self._in_flight_max, schedule, self._outbox, draft_max
+        )
+        self._flights = Flights(grid)
         self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
-        self._in_flight: dict[int, InFlight] = {}  # by step
-        self._busy = [False] * in_flight_max
-        self._step = 0
-        self._microbatch = 0  # whose turn is next
-        self._digest = 0
+        self._n_steps_before = 0  # the last reset
         self._n_added = 0
         self._n_rows = 0
         self._prefix_query_len = 0
         self._prefix_hit_len = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """The ranks are new."""
+        self._busy = [False] * self._in_flight_max
+        self._step = 0
+        self._microbatch = 0  # whose turn is next
+        self._digest = 0
+
+    def reset(self) -> None:
+        """The ranks are new: what was in flight never was, and who ran waits, first in its class.
+
+        Known tokens stay, so a text goes on where its last report left it; entries of prompt
+        logprobs that were given out are not given again.
+        """
+        running = [sequence for group in self._groups for sequence in group.running.values()]
+        running.sort(key=lambda sequence: sequence.order)
+        for sequence in self._sequences.values():
+            sequence.restart()
+        for group in self._groups:
+            group.reset()
+        self._outbox.reset()
+        self._composer.reset()
+        self._flights.reset()
+        for sequence in reversed(running):
+            sequence.enter(Phase.WAITING)
+            self._composer.queue.put_first(sequence)
+        self._n_steps_before += self._step
+        self._begin()
+        self.audit()
 
     @property
     def request_len_max(self) -> int:
@@ -168,25 +179,31 @@ class Planner:
 
     def _leave(self, sequence: Sequence, keep: bool) -> None:
         self._composer.remove(sequence)
-        if sequence.in_flight == NOT_IN_FLIGHT:
+        if not sequence.in_flight:
             self._outbox.drop(sequence, done=True)
         self._groups[sequence.group].leave(sequence, keep)
+        if not self._composer.n_running:
+            self._composer.ratio.idle()
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do now, or too much is unanswered."""
-        for offset in range(self._in_flight_max):
-            microbatch = (self._microbatch + offset) % self._in_flight_max
-            if self._busy[microbatch]:
-                continue
-            composition = self._composer.compose(microbatch)
-            if any(lane.rows for lane in composition.lanes):
-                plan = self._emit(microbatch, composition)
-                self.check()
-                return plan
-        return None
+        while True:
+            n_retractions = self._composer.n_retractions
+            for offset in range(self._in_flight_max):
+                microbatch = (self._microbatch + offset) % self._in_flight_max
+                if self._busy[microbatch]:
+                    continue
+                composition = self._composer.compose(microbatch)
+                if any([lane.rows for lane in composition.lanes]):
+                    plan = self._emit(composition)
+                    self.check()
+                    return plan
+            # Who was retracted in vain may find a place in a microbatch that was asked before.
+            if n_retractions == self._composer.n_retractions:
+                return None
 
-    def _emit(self, microbatch: int, composition: Composition) -> StepPlan:
-        step = self._step
+    def _emit(self, composition: Composition) -> StepPlan:
+        step, microbatch = self._step, composition.microbatch
         commits, drops, drop_numbers = self._outbox.collect(microbatch)
         plan = StepPlan(
             step,
@@ -198,16 +215,13 @@ class Planner:
             composition.batches(),
             (),
         )
-        sequences = composition.scheduled
-        for sequence in sequences:
-            assert sequence.in_flight == NOT_IN_FLIGHT, sequence.seq
-            sequence.in_flight = step
         for admit in composition.admits:
             self._prefix_query_len += len(admit.tokens)
             self._prefix_hit_len += admit.kv_len
         numbers = [step, microbatch, *drop_numbers, *composition.numbers()]
         self._digest = fold(self._digest, numbers)
-        self._in_flight[step] = InFlight(microbatch, self._digest, sequences, plan)
+        sequences = [lane.scheduled for lane in composition.lanes]
+        self._flights.depart(Flight(plan, self._digest, sequences))
         self._busy[microbatch] = True
         self._step = step + 1
         self._microbatch = (microbatch + 1) % self._in_flight_max
@@ -215,37 +229,52 @@ class Planner:
         return plan
 
     def report(self, report: StepReport) -> tuple[Output, ...]:
-        """What a plan turned out to be, for every sequence with something to say.
+        """What one rank says of a step: outputs of every sequence of which it has something to say.
 
-        Raises Desync if the rank's digest or a result cannot follow from the plan.
+        A microbatch goes on, and pages of who left come back, when all ranks have reported. Raises
+        Desync if the rank's digest or a result cannot follow from the plan.
         """
-        in_flight = self._in_flight.get(report.step)
-        if in_flight is None:
-            raise Desync(report.rank, report.step, "reports a step that is not in flight")
-        if report.digest != in_flight.digest:
-            message = f"digest {report.digest:08x}, the planner's is {in_flight.digest:08x}"
-            raise Desync(report.rank, report.step, message)
-        rows = [rows for batch in in_flight.plan.batches for rows in batch.rows]
-        if len(report.results) != len(rows):
-            message = f"{len(report.results)} results for {len(rows)} sequences"
-            raise Desync(report.rank, report.step, message)
-        for sequence, row, result in zip(in_flight.sequences, rows, report.results, strict=True):
-            wrong = objection(sequence, row, result)
+        flight = self._flights.flight_of(report)
+        group = self._flights.group_of(report.rank)
+        settling: list[tuple[Sequence, Rows, Result]] = []
+        if group is not None:
+            rows = flight.plan.batches[group].rows
+            settling = list(zip(flight.sequences[group], rows, report.results, strict=True))
+        for sequence, row, result in settling:
+            wrong = objection(sequence, row, result, self._draft_max)
             if wrong is not None:
                 raise Desync(report.rank, report.step, wrong)
-        del self._in_flight[report.step]
-        self._busy[in_flight.microbatch] = False
+        over = self._flights.count(flight, report)
+        if over:
+            self._busy[flight.plan.microbatch] = False
+            for scheduled in flight.sequences:
+                for sequence in scheduled:
+                    sequence.in_flight -= 1
         outputs: list[Output] = []
-        for sequence, row, result in zip(in_flight.sequences, rows, report.results, strict=True):
-            sequence.in_flight = NOT_IN_FLIGHT
+        for sequence, row, result in settling:
             if sequence.phase == Phase.FINISHED:
-                self._outbox.drop(sequence, done=True)
-                self._groups[sequence.group].land(sequence)
+                land(sequence, row, result)
                 continue
             output = self._settle(sequence, row, result)
             if output is not None:
                 outputs.append(output)
+        if over:
+            self._land(flight)
         return tuple(outputs)
+
+    def _land(self, flight: Flight) -> None:
+        """No rank has anything of a step left to do: who only waited for that goes now."""
+        for group, scheduled in zip(self._groups, flight.sequences, strict=True):
+            if not (group.leaving or group.yielding):
+                continue
+            for sequence in scheduled:
+                if sequence.in_flight:
+                    continue
+                if group.leaving.get(sequence.seq) is sequence:
+                    self._outbox.drop(sequence, done=True)
+                    group.land(sequence)
+                elif group.yielding.get(sequence.seq) is sequence:
+                    self._composer.retract(sequence)
 
     def _settle(self, sequence: Sequence, rows: Rows, result: Result) -> Output | None:
         cached_len = sequence.cached_len
@@ -254,7 +283,10 @@ class Planner:
             self._over(sequence)
             return Output(rows.seq, (), (), (), "error", None, cached_len, result.error)
         commit, reason = settle(sequence, rows, result)
-        self._outbox.commit(sequence.microbatch, commit)
+        tokens: tuple[int, ...] = ()
+        if commit is not None:
+            self._outbox.commit(sequence.microbatch, commit)
+            tokens = commit.tokens
         prompt_logprobs = result.prompt_logprobs
         if prompt_logprobs:
             # After a retraction the first ones come a second time.
@@ -265,9 +297,8 @@ class Planner:
             self._over(sequence)
         elif sequence.cached_pages < sequence.promised_pages:
             group = self._groups[sequence.group]
-            n_pages = min(sequence.kv_len // group.page_size, sequence.promised_pages)
+            n_pages = min(sequence.computed_len // group.page_size, sequence.promised_pages)
             group.store(sequence, n_pages)
-        tokens = commit.tokens
         if not tokens and not prompt_logprobs:
             return None
         stop_token = tokens[-1] if reason == "stop" else None
@@ -294,10 +325,38 @@ class Planner:
             kv_pages_cached=n_cached,
             prefix_query_tokens=self._prefix_query_len,
             prefix_hit_tokens=self._prefix_hit_len,
-            steps=self._step,
+            steps=self._n_steps_before + self._step,
             rows=self._n_rows,
             requests=self._n_added,
             retractions=self._composer.n_retractions,
+        )
+
+    def state(self) -> PlannerState:
+        """Who waits for whom, and where the pages are."""
+        groups = self._groups
+        return PlannerState(
+            step=self._step,
+            digest=self._digest,
+            ranks=self._flights.progress(),
+            in_flight=self._flights.in_flight(),
+            busy=tuple(self._busy),
+            waiting=len(self._composer.queue),
+            running=tuple([len(group.running) for group in groups]),
+            prefilling=tuple([len(group.prefilling) for group in groups]),
+            leaving=tuple([len(group.leaving) for group in groups]),
+            yielding=tuple([len(group.yielding) for group in groups]),
+            pages=tuple(
+                [
+                    PageLedger(
+                        group.pool.n_free,
+                        group.pool.n_owned,
+                        group.pool.n_cached,
+                        group.tree.n_evictable,
+                    )
+                    for group in groups
+                ]
+            ),
+            chunks="fixed",
         )
 
     def check(self) -> None:
@@ -314,6 +373,5 @@ class Planner:
         """The slow twin of `check`: walks every page, sequence and tree node."""
         for group in self._groups:
             group.audit()
-        n_sequences = sum(len(group.running) for group in self._groups)
-        assert n_sequences == self._composer.n_running
-        assert n_sequences + len(self._composer.queue) == len(self._sequences)
+        assert self._composer.n_running + len(self._composer.queue) == len(self._sequences)
+        self._composer.audit()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from aserve.core.message import Admit, Commit, Rows, Sampling, StepPlan
+from aserve.core.tree import depths, moved
 
 
 def fold(digest: int, numbers: Iterable[int]) -> int:
@@ -25,9 +26,22 @@ def fold_admit(numbers: list[int], admit: Admit) -> None:
 
 
 class SequenceState:
-    """One sequence on a rank; lists grow at the end only, so indices into them stay good."""
+    """One sequence on a rank; lists grow at the end only, so indices into them stay good.
 
-    __slots__ = ("kv_len", "pages", "prompt_len", "sampling", "seq", "tokens")
+    `kv_len` rows of known tokens were planned: they are in the pool when later rows read them.
+    """
+
+    __slots__ = (
+        "group",
+        "kv_len",
+        "pages",
+        "prompt_len",
+        "sampled_known",
+        "sampled_start",
+        "sampling",
+        "seq",
+        "tokens",
+    )
 
     def __init__(self, admit: Admit) -> None:
         self.seq = admit.seq
@@ -36,6 +50,9 @@ class SequenceState:
         self.kv_len = admit.kv_len
         self.pages = list(admit.pages)
         self.sampling: Sampling = admit.sampling
+        self.group = -1  # told by its first rows
+        self.sampled_start = -1  # of the rows whose draw has not been committed
+        self.sampled_known = 0  # how many of them were known tokens; 0: there are no such rows
 
     @property
     def n_generated(self) -> int:
@@ -82,10 +99,7 @@ class RowsView:
         start, parents = self.rows.start, self.rows.parents
         if not parents:
             return list(range(start, start + len(self.rows.tokens)))
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return [start + depth for depth in depths]
+        return [start + depth for depth in depths(parents)]
 
 
 class KvMove(NamedTuple):
@@ -119,8 +133,9 @@ class Replica:
         assert plan.step == self.step + 1, (plan.step, self.step)
         self.step = plan.step
         numbers: list[int] = [plan.step, plan.microbatch]
+        moves: list[KvMove] = []
         for commit in plan.commits:
-            self._commit(commit)
+            self._commit(commit, moves)
         for seq in plan.drops:
             state = self.sequences.pop(seq)
             numbers += (seq, state.kv_len, len(state.tokens))
@@ -130,7 +145,7 @@ class Replica:
             fold_admit(numbers, admit)
         views = self._views(plan, numbers)
         self.digest = fold(self.digest, numbers)
-        return Applied(views, ())
+        return Applied(views, tuple(moves))
 
     def _admit(self, admit: Admit) -> None:
         assert admit.seq not in self.sequences, admit.seq
@@ -139,12 +154,29 @@ class Replica:
         assert admit.kv_len == len(admit.pages) * self.page_size, admit.seq
         self.sequences[admit.seq] = SequenceState(admit)
 
-    def _commit(self, commit: Commit) -> None:
-        state = self.sequences[commit.seq]
-        state.kv_len += len(commit.path)
+    def _commit(self, commit: Commit, moves: list[KvMove]) -> None:
+        state, path = self.sequences[commit.seq], commit.path
+        n_known, start = state.sampled_known, state.sampled_start
+        assert n_known, commit.seq
+        state.sampled_known = 0
+        n_accepted = len(path) - n_known
+        if n_accepted:
+            assert n_known == 1, commit.seq  # only trees leave rows out
+            assert n_accepted > 0, commit.seq
+            slots_from, slots_to = moved(path, start)
+            if slots_from:
+                at = [self._slots(state, places) for places in (slots_from, slots_to)]
+                moves.append(KvMove(commit.seq, state.group, *at))
+        state.kv_len += n_accepted
         state.tokens += commit.tokens
+        assert path[0] == 0, commit.seq
         assert state.kv_len <= len(state.pages) * self.page_size, commit.seq
-        assert state.kv_len <= len(state.tokens), commit.seq
+        n_work = len(state.tokens) - state.kv_len
+        assert n_work == 1 or (commit.done and n_work == 0), commit.seq
+
+    def _slots(self, state: SequenceState, places: list[int]) -> tuple[int, ...]:
+        pages, size = state.pages, self.page_size
+        return tuple([pages[place // size] * size + place % size for place in places])
 
     def _views(self, plan: StepPlan, numbers: list[int]) -> tuple[RowsView, ...]:
         sequences, size = self.sequences, self.page_size
@@ -157,14 +189,30 @@ class Replica:
                 pages += rows.pages
                 assert start == state.kv_len, rows.seq
                 assert start + n_rows <= len(pages) * size, rows.seq
-                n_known = min(n_rows, n_tokens - start)
-                assert n_known > 0, rows.seq
+                assert state.group == group or state.group < 0, rows.seq
+                assert not state.sampled_known, rows.seq
+                state.group = group
+                n_known = n_rows
                 if n_rows == 1:
                     assert rows.tokens[0] == tokens[start], rows.seq
+                elif rows.parents:
+                    n_known = 1
+                    _check_tree(rows, tokens)
                 else:
-                    known = tuple(tokens[start : start + n_known])
-                    assert rows.tokens[:n_known] == known, rows.seq
-                assert rows.sample == (start + n_rows >= n_tokens), rows.seq
+                    assert rows.tokens == tuple(tokens[start : start + n_rows]), rows.seq
+                state.kv_len = start + n_known
+                assert rows.sample == (state.kv_len == n_tokens), rows.seq
+                if rows.sample:
+                    state.sampled_start, state.sampled_known = start, n_known
                 numbers += (rows.seq, start, n_tokens, tokens[-1], len(pages), pages[-1])
                 views.append(RowsView(state, rows, group, size))
         return tuple(views)
+
+
+def _check_tree(rows: Rows, tokens: list[int]) -> None:
+    """A tree hangs below the last known token, parents before children."""
+    assert rows.start == len(tokens) - 1, rows.seq
+    assert rows.tokens[0] == tokens[-1], rows.seq
+    assert len(rows.parents) == len(rows.tokens), rows.seq
+    assert rows.parents[0] == -1, rows.seq
+    assert all(0 <= parent <= row for row, parent in enumerate(rows.parents[1:])), rows.seq

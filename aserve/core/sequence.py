@@ -5,6 +5,7 @@ from enum import IntEnum
 from aserve.core.message import Sampling
 from aserve.core.radix import Node
 from aserve.core.request import FinishReason, Request
+from aserve.core.tree import NO_DRAFT
 
 
 class Phase(IntEnum):
@@ -24,23 +25,31 @@ PHASES: dict[Phase, tuple[Phase, ...]] = {
     Phase.FINISHED: (),
 }
 
-NOT_IN_FLIGHT = -1
+NO_MICROBATCH = -1
 
 
 class Sequence:
     """What the planner knows of one request's choice.
 
-        [0, kv_len)             has KV: [0, cached_pages * page_size) is also in the tree
-        [kv_len, len(tokens))   known, not computed: the work, followed by the draft (none yet:
-                                there is no drafter)
+        [0, computed_len)       in the pool for certain: its report came. The part below
+                                cached_pages * page_size is also in the prefix cache
+        [computed_len, kv_len)  planned, not reported: ranks obey plans in order, so it is there
+                                by the time that the rows of any later plan read it
+        [kv_len, len(tokens))   known, not planned: the work, followed by the draft
 
-    `pages` is the page table; its first `cached_pages` are the tree's, down to `node`, which is
-    locked; the others are its own. `promised_pages` are to be in the tree after the prefill.
+    The rows of a draft in flight lie at kv_len and after, in the order of the tree, until the
+    accepted ones move to their places and count. Between steps a sequence that decodes has one
+    token of work, the bonus token, root of the next tree.
+
+    `pages` is the page table; its first `cached_pages` are the cache's, down to `node`, which is
+    locked; the others are its own. `promised_pages` are to be in the cache after the prefill.
+    While it only prefills it belongs to its group; with its last chunk it joins a microbatch.
     """
 
     __slots__ = (
         "cached_len",
         "cached_pages",
+        "computed_len",
         "draft",
         "group",
         "hits",
@@ -59,6 +68,7 @@ class Sequence:
         "salt",
         "sampling",
         "seq",
+        "spoiled",
         "tokens",
         "wait_pages",
         "waits_for",
@@ -74,16 +84,18 @@ class Sequence:
         self.priority = request.priority
         self.salt = request.cache_salt
         self.phase = Phase.WAITING
+        self.computed_len = 0
         self.kv_len = 0
-        self.draft: tuple[int, ...] = ()
+        self.draft = NO_DRAFT
         self.pages: list[int] = []
         self.node: Node | None = None
         self.hits: dict[int, Node] = {}  # by group, while waiting: what the cache had last time
         self.cached_pages = 0
         self.promised_pages = 0
         self.group = -1
-        self.microbatch = -1
-        self.in_flight = NOT_IN_FLIGHT  # the step whose report is awaited
+        self.microbatch = NO_MICROBATCH
+        self.in_flight = 0  # plans with rows of it that some rank has not reported
+        self.spoiled = False  # its KV may be wrong: nothing more of it goes into the cache
         self.cached_len = -1  # prompt tokens found in the cache when first admitted
         self.prompt_logprobs_len = 0  # entries already given out; they start at token 1
         self.waits_for: Sequence | None = None  # is computing `wait_pages` pages that we need too
@@ -93,10 +105,21 @@ class Sequence:
     def n_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    @property
-    def work(self) -> tuple[int, ...]:
-        """The rows it needs next: known tokens without KV, then the draft."""
-        return (*self.tokens[self.kv_len :], *self.draft)
+    def forget_kv(self) -> None:
+        """It holds no page and no rows any more: all that is known of it are its tokens."""
+        self.node = None
+        self.pages = []
+        self.cached_pages = self.promised_pages = 0
+        self.computed_len = self.kv_len = 0
+        self.draft = NO_DRAFT
+        self.microbatch = NO_MICROBATCH
+
+    def restart(self) -> None:
+        """The ranks are new: nothing is in flight, or cached anywhere."""
+        self.forget_kv()
+        self.in_flight = 0
+        self.hits.clear()
+        self.waits_for = None
 
     def reusable_len(self) -> int:
         """How many leading tokens may come from the cache: the last one's logits are needed.

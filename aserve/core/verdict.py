@@ -3,16 +3,21 @@
 from aserve.core.message import Commit, Result, Rows
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
+from aserve.core.tree import NO_DRAFT, Draft, is_path, malformed
 
 
-def objection(sequence: Sequence, rows: Rows, result: Result) -> str | None:
+def known_rows(rows: Rows) -> int:
+    """How many of the rows were known tokens: all of a chain, the root of a tree."""
+    return 1 if rows.parents else len(rows.tokens)
+
+
+def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0) -> str | None:
     """Why `result` cannot be what `rows` gave; None: it can."""
     if result.seq != rows.seq:
         return f"a result for sequence {result.seq} where {rows.seq} was due"
     if result.error is not None:
         return None
-    n_known = min(len(rows.tokens), len(sequence.tokens) - rows.start)
-    n_path = len(result.path)
+    n_known, n_path = known_rows(rows), len(result.path)
     if n_path < n_known or not _is_path(rows, result.path):
         return f"sequence {rows.seq} kept rows {result.path}, no path through its {n_known} known"
     n_drawn = n_path - n_known + 1 if rows.sample else 0
@@ -21,20 +26,18 @@ def objection(sequence: Sequence, rows: Rows, result: Result) -> str | None:
     drafts = tuple(rows.tokens[row] for row in result.path[n_known:])
     if drafts != result.tokens[: n_drawn - 1] and drafts:
         return f"sequence {rows.seq} accepted drafts {drafts} but drew {result.tokens}"
+    if result.draft_tokens or result.draft_parents:
+        draft = Draft(result.draft_tokens, result.draft_parents)
+        wrong = malformed(draft, draft_max if rows.sample else 0)
+        if wrong is not None:
+            return f"sequence {rows.seq} {wrong}"
     return _logprobs_objection(sequence, rows, result)
 
 
 def _is_path(rows: Rows, path: tuple[int, ...]) -> bool:
-    """Whether each row's parent is the row before it, from a root down."""
-    n_rows = len(rows.tokens)
-    if not rows.parents:
-        return path == tuple(range(len(path))) and len(path) <= n_rows
-    before = -1
-    for row in path:
-        if not 0 <= row < n_rows or rows.parents[row] != before:
-            return False
-        before = row
-    return True
+    if rows.parents:
+        return is_path(rows.parents, path)
+    return len(path) <= len(rows.tokens) and path == tuple(range(len(path)))
 
 
 def _logprobs_objection(sequence: Sequence, rows: Rows, result: Result) -> str | None:
@@ -53,18 +56,21 @@ def prompt_logprobs_due(sequence: Sequence, rows: Rows) -> int:
     """Entries that the rows predict: of tokens start + 1 to the prompt's end."""
     if sequence.sampling.prompt_logprobs < 0:
         return 0
-    return max(0, min(rows.start + len(rows.tokens), sequence.prompt_len - 1) - rows.start)
+    end = rows.start + known_rows(rows)
+    return max(0, min(end, sequence.prompt_len - 1) - rows.start)
 
 
-def settle(sequence: Sequence, rows: Rows, result: Result) -> tuple[Commit, FinishReason | None]:
-    """Move a sequence on by a possible result; tokens after one that ends it do not count."""
-    if len(result.tokens) == 1:  # the plain decode row and the last chunk, on the fast path
-        token = result.tokens[0]
-        sequence.tokens.append(token)
-        sequence.kv_len += len(result.path)
-        reason = sequence.ended_by(token)
-        return Commit(rows.seq, result.path, result.tokens, reason is not None), reason
-    n_known = min(len(rows.tokens), len(sequence.tokens) - rows.start)
+def settle(
+    sequence: Sequence, rows: Rows, result: Result
+) -> tuple[Commit | None, FinishReason | None]:
+    """Move a sequence on by a possible result; tokens after one that ends it do not count.
+
+    What the ranks must hear of it, if anything: a chunk that drew nothing was what they expect.
+    """
+    path = result.path
+    if not rows.sample:
+        sequence.computed_len = rows.start + len(path)
+        return None, None
     n_kept = 0
     reason = None
     for token in result.tokens:
@@ -73,6 +79,20 @@ def settle(sequence: Sequence, rows: Rows, result: Result) -> tuple[Commit, Fini
         reason = sequence.ended_by(token)
         if reason is not None:
             break
-    path = result.path[: n_known + n_kept]
-    sequence.kv_len += len(path)
-    return Commit(rows.seq, path, result.tokens[:n_kept], reason is not None), reason
+    tokens = result.tokens
+    if rows.parents:
+        tokens, path = tokens[:n_kept], path[: 1 + n_kept]
+        sequence.kv_len += len(path) - 1
+    sequence.computed_len = rows.start + len(path)
+    sequence.draft = NO_DRAFT
+    if result.draft_tokens and reason is None:
+        sequence.draft = Draft(result.draft_tokens, result.draft_parents)
+    return Commit(rows.seq, path, tokens, reason is not None), reason
+
+
+def land(sequence: Sequence, rows: Rows, result: Result) -> None:
+    """Note what a result says of the KV of a sequence that is over: it may stay in the cache."""
+    if result.error is None:
+        sequence.computed_len = rows.start + known_rows(rows)
+    else:
+        sequence.spoiled = True

@@ -1,17 +1,20 @@
 """Planner and ranks in a pure loop over a legible model: its KV is the tokens themselves.
 
 The model writes each row's token to the row's slot and draws a hash of all it reads back through
-the page table. A fault in paging, caching or order thus changes the text; `oracle` knows the text
-and has never heard of pages.
+the page table, so that a fault in paging, caching, compaction or order changes the text; `oracle`
+knows the text and has never heard of pages. One replica stands for all ranks, whose reports may
+come in any order that keeps each rank's own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from random import Random
 from zlib import crc32
 
 from aserve.core import pages
 from aserve.core.codec import decode_plan, decode_report, encode_plan, encode_report
-from aserve.core.config import Schedule
+from aserve.core.config import Layout, Schedule
+from aserve.core.layout import Grid
 from aserve.core.message import (
     Result,
     Sampling,
@@ -23,6 +26,7 @@ from aserve.core.planner import CacheSpec, Planner
 from aserve.core.replica import Replica, RowsView
 from aserve.core.request import Output, Request
 from aserve.core.sequence import Sequence
+from aserve.core.tree import Draft
 
 VOCAB = 40
 EMPTY = -1
@@ -45,6 +49,27 @@ def oracle(request: Request) -> list[int]:
     return made
 
 
+def drafted(seed: int, tokens: list[int], n_max: int) -> Draft:
+    """A tree below the last of `tokens`: true continuations among decoys, in no kind order."""
+    random = Random(crc32(repr((seed, *tokens)).encode()))
+    nodes: list[int] = []
+    parents: list[int] = []
+    contexts: list[list[int]] = []
+    frontier = [-1]
+    while frontier and len(nodes) < n_max:
+        parent = frontier.pop(0)
+        context = tokens if parent < 0 else contexts[parent]
+        children = random.sample(range(VOCAB), random.choice([0, 1, 2]))
+        if random.random() < 0.8:
+            children.insert(random.randint(0, len(children)), draw(seed, context))
+        for child in dict.fromkeys(children):
+            frontier.append(len(nodes))
+            nodes.append(child)
+            parents.append(parent)
+            contexts.append([*context, child])
+    return Draft(tuple(nodes[:n_max]), tuple(parents[:n_max]))
+
+
 class Deployment:
     """`pump` goes on until nothing is left to do; `plan_one` and `report_one` go step by step."""
 
@@ -55,29 +80,52 @@ class Deployment:
         pages_total: int = 16,
         groups: int = 1,
         in_flight_max: int = 1,
+        layout: Layout | None = None,
         context_len: int = 1000,
+        draft_max: int = 0,
         **schedule: int | bool,
     ) -> None:
+        layout = layout or Layout(dp=groups, tp=groups)
+        groups = layout.dp
         self.page_size = page_size
-        self.schedule = Schedule(**{"step_tokens": 16 * groups, "running_max": 8, **schedule})
-        cache = CacheSpec(page_size, pages_total)
+        self.pages_total = pages_total
+        overlap = max(0, in_flight_max - layout.pp)
+        self.schedule = Schedule(
+            **{"step_tokens": 16 * groups, "running_max": 8, "overlap": overlap, **schedule}
+        )
+        self.in_flight_max = layout.pp + self.schedule.overlap
+        self.draft_max = draft_max
+        self.grid = Grid(layout)
         self.planner = Planner(
             self.schedule,
-            cache,
+            CacheSpec(page_size, pages_total),
             context_len=context_len,
-            groups=groups,
-            in_flight_max=in_flight_max,
+            layout=layout,
+            draft_max=draft_max,
         )
-        self.replica = Replica(page_size)
-        self.kv = [[EMPTY] * (pages_total * page_size) for _ in range(groups)]
+        self._open_ranks()
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, list[int]] = {}
         self.ends: dict[int, Output] = {}
         self.finished_from_above: dict[int, str] = {}
         self.outputs: list[Output] = []
-        self.plans: list[StepPlan] = []
-        self.reports: deque[StepReport] = deque()
+        self.plans: list[StepPlan] = []  # since the last reset
+        self.all_plans: list[StepPlan] = []
         self.fault: Callable[[StepPlan], StepPlan] = lambda plan: plan
+
+    def _open_ranks(self) -> None:
+        self.replica = Replica(self.page_size)
+        n_slots = self.pages_total * self.page_size
+        self.kv = [[EMPTY] * n_slots for _ in range(self.grid.dp)]
+        self.reports: deque[StepReport] = deque()
+        self.written: dict[int, set[tuple[int, int]]] = {}  # (group, page) by step
+
+    def reset(self) -> None:
+        """All ranks died and new ones stand in their places."""
+        self._open_ranks()
+        self.plans = []
+        self.planner.reset()
+        self.planner.audit()
 
     def add(self, request: Request) -> None:
         self.planner.add(request)
@@ -117,16 +165,44 @@ class Deployment:
             self._check_order(plan, queue)
         self._check_budget(plan)
         self.plans.append(plan)
-        views = self.replica.apply(decode_plan(encode_plan(self.fault(plan)))).views
-        for view in views:
+        self.all_plans.append(plan)
+        applied = self.replica.apply(decode_plan(encode_plan(self.fault(plan))))
+        for move in applied.moves:
+            kv = self.kv[move.group]
+            for slot_from, slot_to in zip(move.slots_from, move.slots_to, strict=True):
+                kv[slot_to] = kv[slot_from]
+        self._check_ranks(plan)
+        for view in applied.views:
             self._write(view)
-        results = tuple(self._result(view) for view in views)
-        report = StepReport(plan.step, 0, self.replica.digest, results, (), (), 0)
-        self.reports.append(decode_report(encode_report(report)))
+        results: dict[int, list[Result]] = {group: [] for group in range(self.grid.dp)}
+        for view in applied.views:
+            results[view.group].append(self._result(view))
+        leads = {self.grid.leader(group): group for group in results}
+        for rank in range(self.grid.world):
+            own = tuple(results[leads[rank]]) if rank in leads else ()
+            report = StepReport(plan.step, rank, self.replica.digest, own, (), (), 0)
+            self.reports.append(decode_report(encode_report(report)))
+        steps_in_flight = dict.fromkeys(report.step for report in self.reports)
+        assert len(steps_in_flight) <= self.in_flight_max
         return plan
 
     def report_one(self) -> tuple[Output, ...]:
-        outputs = self.planner.report(self.reports.popleft())
+        """All reports of the oldest step."""
+        step = self.reports[0].step
+        outputs: list[Output] = []
+        while self.reports and self.reports[0].step == step:
+            outputs += self._report(self.reports.popleft())
+        return tuple(outputs)
+
+    def report_rank(self, random: Random) -> None:
+        """The oldest report of a random rank."""
+        rank = random.choice([report.rank for report in self.reports])
+        report = next(report for report in self.reports if report.rank == rank)
+        self.reports.remove(report)
+        self._report(report)
+
+    def _report(self, report: StepReport) -> tuple[Output, ...]:
+        outputs = self.planner.report(report)
         self.planner.audit()
         for output in outputs:
             self._take(output)
@@ -180,6 +256,18 @@ class Deployment:
         expected = [sequence.seq for sequence in queue if sequence.waits_for is None]
         assert [seq for seq in expected if seq in admitted] == expected[: len(admitted)]
 
+    def _check_ranks(self, plan: StepPlan) -> None:
+        """Ranks hold what the planner thinks, and get no page that a step in flight writes."""
+        groups = self.planner._groups
+        held = [seq for group in groups for seq in (*group.running, *group.leaving)]
+        assert sorted(self.replica.sequences) == sorted(held)
+        in_flight = dict.fromkeys(report.step for report in self.reports)
+        self.written = {step: self.written[step] for step in in_flight}
+        for group, batch in enumerate(plan.batches):
+            given = {(group, page) for rows in batch.rows for page in rows.pages}
+            for written in self.written.values():
+                assert not given & written, "a page changes hands while it is written"
+
     def _check_budget(self, plan: StepPlan) -> None:
         n_rows = 0
         for batch in plan.batches:
@@ -187,33 +275,66 @@ class Deployment:
                 end = rows.start + len(rows.tokens)
                 n_rows += len(rows.tokens)
                 assert rows.sample or end % self.page_size == 0, "a chunk ends inside a page"
+                assert len(rows.tokens) <= 1 + self.draft_max or not rows.parents
         assert n_rows <= self.schedule.step_tokens
         assert len(plan.batches) == len(self.kv)
 
     def _write(self, view: RowsView) -> None:
         pool = self.planner._groups[view.group].pool
+        written = self.written.setdefault(self.replica.step, set())
+        written |= {(view.group, slot // self.page_size) for slot in view.slots()}
         for slot, token in zip(view.slots(), view.rows.tokens, strict=True):
             assert pool.place(slot // self.page_size) == pages.OWNED, "a write into a shared page"
             self.kv[view.group][slot] = token
 
     def _result(self, view: RowsView) -> Result:
-        kv, size = self.kv[view.group], self.page_size
-        table = view.state.pages
-        seen = [kv[table[at // size] * size + at % size] for at in range(view.kv_len)]
-        sampling = view.state.sampling
-        tokens = (draw(sampling.seed, seen),) if view.rows.sample else ()
+        sampling, rows = view.state.sampling, view.rows
+        path = tuple(range(view.n_rows))
+        tokens: tuple[int, ...] = ()
+        if rows.parents:
+            path, tokens = self._accept(view)
+        elif rows.sample:
+            tokens = (draw(sampling.seed, self._read(view, view.kv_len)),)
+        draft = Draft((), ())
+        if rows.sample and self.draft_max:
+            draft = drafted(sampling.seed, [*view.state.tokens, *tokens], self.draft_max)
         logprobs = tuple(TokenLogprob(token, -1.0, ()) for token in tokens)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.prompt_logprobs >= 0:
-            end = min(view.kv_len, view.state.prompt_len - 1)
+            end = min(view.start + (1 if rows.parents else view.n_rows), view.state.prompt_len - 1)
             prompt_logprobs = tuple(
                 TokenLogprob(view.state.tokens[at + 1], -float(at), ())
                 for at in range(view.start, end)
             )
         return Result(
-            view.rows.seq,
-            tuple(range(view.n_rows)),
+            rows.seq,
+            path,
             tokens,
             logprobs if sampling.logprobs >= 0 else (),
             prompt_logprobs,
+            None,
+            *draft,
         )
+
+    def _read(self, view: RowsView, end: int) -> list[int]:
+        kv, size, table = self.kv[view.group], self.page_size, view.state.pages
+        return [kv[table[at // size] * size + at % size] for at in range(end)]
+
+    def _accept(self, view: RowsView) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Walk down the tree as long as a child is what its parent draws."""
+        rows, kv, slots = view.rows, self.kv[view.group], view.slots()
+        seen = self._read(view, view.start)
+        path, tokens = [0], []
+        while True:
+            seen.append(kv[slots[path[-1]]])
+            token = draw(view.state.sampling.seed, seen)
+            tokens.append(token)
+            children: Iterator[int] = (
+                row
+                for row, parent in enumerate(rows.parents)
+                if parent == path[-1] and rows.tokens[row] == token
+            )
+            child = next(children, None)
+            if child is None:
+                return tuple(path), tuple(tokens)
+            path.append(child)

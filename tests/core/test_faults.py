@@ -14,7 +14,7 @@ from aserve.core.outbox import Outbox
 from aserve.core.pages import PagePool
 from aserve.core.planner import Planner
 from aserve.core.radix import Node, RadixTree
-from aserve.core.sequence import NOT_IN_FLIGHT, Sequence
+from aserve.core.sequence import Sequence
 from aserve.errors import Desync
 from tests.core.deployment import Deployment
 from tests.core.test_simulation import check, run
@@ -126,10 +126,9 @@ def evict_the_locked(tree: RadixTree, n_pages: int) -> None:
 
 
 def leave_at_once(group: Group, sequence: Sequence, keep: bool) -> None:
-    del group.running[sequence.seq]
-    group.prefilling.pop(sequence.seq, None)
-    group.release(sequence, keep)
-    sequence.in_flight = NOT_IN_FLIGHT
+    in_flight, sequence.in_flight = sequence.in_flight, 0
+    RIGHT["leave"](group, sequence, keep)
+    sequence.in_flight = in_flight
 
 
 def store_what_is_not_computed(group: Group, sequence: Sequence, n_pages: int) -> None:
@@ -142,11 +141,13 @@ def give_back_twice(pool: PagePool, page: int) -> None:
 
 
 def drop_nothing(outbox: Outbox, sequence: Sequence, done: bool) -> None:
-    outbox._commits[sequence.microbatch].pop(sequence.seq, None)
+    if sequence.microbatch >= 0:
+        outbox._commits[sequence.microbatch].pop(sequence.seq, None)
 
 
 def drop_without_the_commit(outbox: Outbox, sequence: Sequence, done: bool) -> None:
-    outbox._commits[sequence.microbatch].pop(sequence.seq, None)
+    if sequence.microbatch >= 0:
+        outbox._commits[sequence.microbatch].pop(sequence.seq, None)
     RIGHT["drop"](outbox, sequence, done)
 
 
@@ -155,10 +156,10 @@ def retract_the_token(composer: compose.Composer, sequence: Sequence) -> None:
     sequence.tokens.pop()
 
 
-def release_and_keep_a_page(group: Group, sequence: Sequence, keep: bool) -> None:
+def release_and_keep_a_page(group: Group, sequence: Sequence) -> None:
     sequence.pages = sequence.pages[: max(sequence.cached_pages, len(sequence.pages) - 1)]
-    sequence.kv_len = min(sequence.kv_len, len(sequence.pages) * group.page_size)
-    RIGHT["release"](group, sequence, keep)
+    sequence.computed_len = min(sequence.computed_len, len(sequence.pages) * group.page_size)
+    RIGHT["release"](group, sequence)
 
 
 def forget_a_lock(tree: RadixTree, node: Node) -> None:
@@ -170,9 +171,10 @@ RIGHT = {
     "evict": RadixTree.evict,
     "match": RadixTree.match,
     "store": Group.store,
+    "leave": Group.leave,
     "give_back": PagePool.give_back,
     "drop": Outbox.drop,
-    "retract": compose.Composer._retract,
+    "retract": compose.Composer.retract,
     "release": Group.release,
     "unlock": RadixTree.unlock,
 }
@@ -188,7 +190,7 @@ FAULTS = [
     (PagePool, "give_back", lambda pool, page: None),
     (Outbox, "drop", drop_nothing),
     (Outbox, "drop", drop_without_the_commit),
-    (compose.Composer, "_retract", retract_the_token),
+    (compose.Composer, "retract", retract_the_token),
     (compose.Composer, "_chunk_len", lambda composer, lane, work_len, start: work_len),
     (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages, reserved: True),
     (RadixTree, "_standing", lambda tree, known: known),

@@ -109,7 +109,7 @@ def test_who_waited_for_an_aborted_prefill_computes_the_prefix_itself() -> None:
     deployment.plan_one()
     deployment.finish(0)
     deployment.report_one()
-    assert planned(deployment.step()) == [(1, 8, 8)]  # the first chunk is in the cache
+    assert planned(deployment.step()) == [(1, 16, 8)]  # both chunks are in the cache
     deployment.pump()
     deployment.check_texts()
     deployment.check_idle()

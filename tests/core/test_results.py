@@ -80,11 +80,12 @@ def test_logprobs_are_due_when_asked_for() -> None:
 
 
 def test_an_accepted_path_moves_kv_and_tokens_together() -> None:
-    moved = sequence(7, 6)
+    moved = sequence(7, 7)  # the root is planned
     commit, reason = settle(moved, TREE, Result(1, (0, 1, 3), (8, 6, 3)))
     assert reason is None
     assert moved.tokens == [5] * 7 + [8, 6, 3]
-    assert moved.kv_len == 9  # the bonus token has no KV yet
+    assert moved.kv_len == moved.computed_len == 9  # the bonus token has no KV yet
+    assert commit is not None
     assert (commit.path, commit.tokens, commit.done) == ((0, 1, 3), (8, 6, 3), False)
 
 
@@ -101,13 +102,14 @@ def test_an_accepted_path_moves_kv_and_tokens_together() -> None:
 def test_tokens_after_the_end_do_not_count(
     max_tokens: int, stop_ids: tuple[int, ...], reason: str, n_kept: int, kv_len: int
 ) -> None:
-    moved = sequence(7, 6, max_tokens, stop_ids=stop_ids)
+    moved = sequence(7, 7, max_tokens, stop_ids=stop_ids)
     commit, ended = settle(moved, TREE, Result(1, (0, 1, 3), (8, 6, 3)))
     assert ended == reason
+    assert commit is not None
     assert moved.tokens[7:] == [8, 6, 3][:n_kept]
     assert commit.tokens == (8, 6, 3)[:n_kept]
     assert commit.done
-    assert moved.kv_len == 6 + len(commit.path) == kv_len
+    assert moved.kv_len == moved.computed_len == 6 + len(commit.path) == kv_len
 
 
 def reported(change: Callable[[StepReport], StepReport]) -> Deployment:
@@ -125,7 +127,7 @@ def reported(change: Callable[[StepReport], StepReport]) -> Deployment:
         ({"digest": 1}, "rank 0 at step 0: digest 00000001, the planner's is"),
         ({"step": 4}, "rank 0 at step 4: reports a step that is not in flight"),
         ({"results": ()}, "rank 0 at step 0: 0 results for 2 sequences"),
-        ({"rank": 3, "digest": 1}, "rank 3 at step 0"),
+        ({"rank": 3, "digest": 1}, "rank 3 at step 0: no such rank in a grid of 1"),
     ],
 )
 def test_a_report_that_cannot_be_is_a_desync_with_rank_and_step(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aserve.core.config import Layout
 from aserve.core.message import Sampling
 from aserve.core.request import Request
 from aserve.errors import RequestError
@@ -15,11 +16,13 @@ from tests.core.deployment import VOCAB, Deployment
 
 def random_deployment(random: Random) -> Deployment:
     groups, page_size = random.choice([1, 1, 2, 3]), random.choice([1, 2, 4, 5])
+    pp = random.choice([1, 1, 2, 3, 4])
     return Deployment(
         page_size=page_size,
-        pages_total=random.randint(6, 40) if page_size > 1 else random.randint(20, 80),
-        groups=groups,
-        in_flight_max=random.choice([1, 1, 2, 3]),
+        pages_total=random.randint(6, 30) if page_size > 1 else random.randint(20, 60),
+        layout=Layout(pp=pp, dp=groups, tp=groups * random.choice([1, 1, 2])),
+        in_flight_max=max(pp, random.choice([1, 1, 2, 3, 4])),
+        draft_max=random.choice([0, 0, 1, 3, 8]),
         step_tokens=groups * page_size * random.randint(1, 6),
         running_max=random.randint(1, 12),
         waiting_max=random.choice([3, 1000]),
@@ -41,7 +44,7 @@ def random_request(random: Random, seq: int, len_max: int, prefixes: list[list[i
     return Request(
         seq,
         tuple(tokens),
-        random.randint(1, max(1, min(25, len_max - len(tokens)))),
+        random.randint(1, max(1, min(random.choice([6, 40]), len_max - len(tokens)))),
         sampling,
         random.choice([0, 0, -1, 1]),
         random.choice(["", "", "tenant"]),
@@ -60,6 +63,9 @@ def offer(deployment: Deployment, request: Request) -> None:
 def run(random: Random) -> Deployment:
     deployment = random_deployment(random)
     prefixes = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(2)]
+    if random.random() < 0.5:  # admit more than will fit
+        deployment.planner._composer.ratio.value = 1 << 17
+    reset_share = random.choice([0, 0, 0.03])
     seq = 0
     for _ in range(random.randint(5, 80)):
         event = random.random()
@@ -73,10 +79,16 @@ def run(random: Random) -> Deployment:
             deployment.finish(random.randrange(seq), random.choice(["abort", "stop"]))
         elif event < 0.47:
             deployment.planner.flush_cache()
+        elif event < 0.47 + reset_share:
+            deployment.reset()
         elif event < 0.75 or not deployment.reports:
             deployment.plan_one()
-        else:
+        elif event < 0.85:
             deployment.report_one()
+        else:
+            for _ in range(deployment.grid.world):
+                if deployment.reports:
+                    deployment.report_rank(random)
     deployment.pump()
     return deployment
 
