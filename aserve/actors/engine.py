@@ -296,9 +296,11 @@ async def open_engine(
     ConfigError (ModelError for the model's own faults). Leaving the block aborts what still runs.
     """
     config = settled(model, config, overrides)
-    async with open_placement(config, progress) as placement:
-        async with run_engine(config, placement) as engine:
-            yield engine
+    async with (
+        open_placement(config, progress) as placement,
+        run_engine(config, placement) as engine,
+    ):
+        yield engine
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Starts the engine's own tasks and turns the death of one into a fact the supervisor can act on."""
+"""Runs the engine's own tasks and turns the death of one into an error a supervisor acts on."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator

@@ -71,7 +71,8 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
     spec = load_spec(path)  # first: a model of an unknown kind may lack what follows
     tokenizer = load_tokenizer(path, config.model.chat_template)
     _check_vocab(tokenizer, spec.vocab)  # before the weights, which take long
-    check_layout(spec, config.layout)
+    if findings := check_layout(spec, config.layout):
+        raise ConfigError(findings)
     known = Known(
         name=config.model.name or name_of(config.model.path),
         context_len=_context_len(config.model.context_len, spec.context_len),
@@ -84,27 +85,17 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
 class RankModel:
     """One rank's share of the weights; any number of runners, one after another, may use it."""
 
-    def __init__(self, config: Config, rank: int, model: Model, sampler: Sampler) -> None:
-        self._config = config
-        self._grid = Grid(config.layout)
-        self._rank = rank
+    def __init__(self, model: Model, sampler: Sampler, page_size: int, pages: int) -> None:
+        self.pages = pages  # that this rank has room for
+        self.n_layers = model.spec.layers
         self._model = model
         self._sampler = sampler
-        self.pages = 0  # that this rank has room for
-        self.n_layers = model.spec.layers
+        self._page_size = page_size
 
     def runner(self, tokenizer: Tokenizer, plane: LayerPlane, pages_total: int) -> Runner:
         """A runner with empty KV pools."""
-        kv = KvStore(self._model.regions(), self._config.cache.page_size, pages_total)
-        return Runner(
-            self._model,
-            kv,
-            self._sampler,
-            tokenizer,
-            grid=self._grid,
-            rank=self._rank,
-            layer=plane,
-        )
+        kv = KvStore(self._model.regions(), self._page_size, pages_total)
+        return Runner(self._model, kv, self._sampler, tokenizer, plane)
 
 
 class Share(NamedTuple):
@@ -140,11 +131,10 @@ def load_rank(
         rank=share.rank,
     )
     sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
-    made = RankModel(config, share.rank, model, sampler)
     tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
     cache = _fair_share(config.cache, share.n_local)
-    made.pages = pages_for(model.regions(), cache, tokens_max=tokens_max)
-    return made
+    pages = pages_for(model.regions(), cache, tokens_max=tokens_max)
+    return RankModel(model, sampler, config.cache.page_size, pages)
 
 
 def _fair_share(cache: Cache, n_local: int) -> Cache:

@@ -19,12 +19,13 @@ Environment = Mapping[str, str]
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """One process's place in a cluster. `local_rank` counts the processes of its host."""
+    """One process's place in a cluster, and among the `n_local` processes of its host."""
 
     launcher: str
     rank: int
     world: int
     local_rank: int
+    n_local: int
     host: str  # of rank 0
     port: int
     secret: bytes
@@ -35,7 +36,7 @@ class Launcher(msgspec.Struct, frozen=True):
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[Environment], tuple[int, int, int, str, int]]
+    read: Callable[[Environment], tuple[int, int, int, int, str, int]]
 
 
 def seat(environment: Environment) -> Seat:
@@ -43,20 +44,20 @@ def seat(environment: Environment) -> Seat:
     for launcher in LAUNCHERS:
         if not any(mark in environment for mark in launcher.marks):
             continue
-        rank, world, local_rank, host, port = launcher.read(environment)
+        rank, world, local_rank, n_local, host, port = launcher.read(environment)
         if not 0 <= rank < world:
             raise ConfigError(
                 f"{launcher.name} says this is rank {rank} of {world}; ranks count from 0"
             )
         secret = _secret(environment, host)
-        return Seat(launcher.name, rank, world, local_rank, host, port, secret)
+        return Seat(launcher.name, rank, world, local_rank, n_local, host, port, secret)
     known = "; ".join(
         f"{launcher.name} sets {' or '.join(launcher.marks)}" for launcher in LAUNCHERS
     )
     raise ConfigError(f"ranks.live is cluster, but no launcher is in the environment: {known}")
 
 
-def _torchrun(environment: Environment) -> tuple[int, int, int, str, int]:
+def _torchrun(environment: Environment) -> tuple[int, int, int, int, str, int]:
     """https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 
     MASTER_PORT is torchrun's own store, on the host of rank 0; ours is the one above it.
@@ -67,12 +68,13 @@ def _torchrun(environment: Environment) -> tuple[int, int, int, str, int]:
         say.number("RANK"),
         say.number("WORLD_SIZE"),
         say.number("LOCAL_RANK", 0),
+        say.number("LOCAL_WORLD_SIZE", 1),
         say.text("MASTER_ADDR"),
         port,
     )
 
 
-def _slurm(environment: Environment) -> tuple[int, int, int, str, int]:
+def _slurm(environment: Environment) -> tuple[int, int, int, int, str, int]:
     """https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES"."""
     say = _Reader("Slurm", environment)
     host = say.text("MASTER_ADDR", "") or first_host(
@@ -82,12 +84,13 @@ def _slurm(environment: Environment) -> tuple[int, int, int, str, int]:
         say.number("SLURM_PROCID"),
         say.number("SLURM_NTASKS"),
         say.number("SLURM_LOCALID", 0),
+        tasks_of_node(say.text("SLURM_STEP_TASKS_PER_NODE", "1"), say.number("SLURM_NODEID", 0)),
         host,
         say.number("ASERVE_PORT", say.number("MASTER_PORT", PORT)),
     )
 
 
-def _kubernetes(environment: Environment) -> tuple[int, int, int, str, int]:
+def _kubernetes(environment: Environment) -> tuple[int, int, int, int, str, int]:
     """An indexed Job sets JOB_COMPLETION_INDEX; a StatefulSet's pods are called NAME-0, NAME-1...
 
     ASERVE_WORLD and ASERVE_LEADER (host or host:port of rank 0) stand in the manifest.
@@ -106,7 +109,7 @@ def _kubernetes(environment: Environment) -> tuple[int, int, int, str, int]:
         rank = int(found[1])
     host, port = _host_and_port(say.text("ASERVE_LEADER"))
     world = say.number("ASERVE_WORLD")
-    return rank, world, 0, host, say.number("ASERVE_PORT", PORT) if port is None else port
+    return rank, world, 0, 1, host, say.number("ASERVE_PORT", PORT) if port is None else port
 
 
 # In this order: Kubernetes' variables are ours, so whoever sets them means them; Slurm sets its own
@@ -152,6 +155,14 @@ def first_host(nodes: str) -> str:
     # A suffix behind the brackets, as in node[1-2]-ib, belongs to every name.
     suffix = re.match(r"[^,\[\]]*\[[^\]]*\]([^,\[\]]*)", nodes.strip())
     return found[1] + (found[2] or "") + (suffix[1] if suffix else "")
+
+
+def tasks_of_node(text: str, node: int) -> int:
+    """Of Slurm's `2,3(x2)`: two tasks on node 0, three on nodes 1 and 2."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else 1
 
 
 def _host_and_port(text: str) -> tuple[str, int | None]:

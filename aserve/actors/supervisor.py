@@ -83,7 +83,6 @@ class Supervisor:
             CacheSpec(config.cache.page_size, pages_total),
             context_len=self._placement.known.context_len,
             layout=config.layout,
-            in_flight_max=in_flight_max(config),
         )
         return Leader(planner, world=grid.world, in_flight_max=in_flight_max(config))
 

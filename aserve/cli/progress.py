@@ -10,26 +10,31 @@ SHOWN_AFTER_S = 0.3  # what is done sooner needs no bar
 
 
 class Progress:
-    """Called as `progress(done, total, what)`, from any one thread at a time; ends with `close`."""
+    """Called as `progress(done, total, what)`, by one thread at a time; ends with `close`.
+
+    Ranks that do the same side by side have a bar each.
+    """
 
     def __init__(self) -> None:
-        self._bar: tqdm[None] | None = None
-        self._what = ""
+        self._bars: dict[str, tqdm[None]] = {}
+        self._told: set[str] = set()
         self._terminal = sys.stderr.isatty()
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        if what != self._what:
-            self.close()
-            self._what = what
-            if not self._terminal:
+        if not self._terminal:
+            if what not in self._told:
+                self._told.add(what)
                 sys.stderr.write(f"aserve: {what}\n")
                 sys.stderr.flush()
-        if self._terminal:
-            self._show(done, total, what)
+            return
+        self._show(done, total, what)
 
     def _show(self, done: int, total: int, what: str) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
+        bar = self._bars.get(what)
+        if bar is None:
+            for other in [key for key in self._bars if _kind(key) != _kind(what)]:
+                self._bars.pop(other).close()
+            bar = self._bars[what] = tqdm(
                 total=total or None,
                 desc=f"aserve: {what}",
                 unit_scale=True,
@@ -37,14 +42,13 @@ class Progress:
                 delay=SHOWN_AFTER_S,
                 file=sys.stderr,
             )
-        self._bar.total = total or None
-        self._bar.update(done - self._bar.n)
+        bar.total = total or None
+        bar.update(done - bar.n)
 
     def close(self) -> None:
-        self._what = ""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._told.clear()
+        while self._bars:
+            self._bars.popitem()[1].close()
 
     def __enter__(self) -> "Progress":
         return self
@@ -56,6 +60,11 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _kind(what: str) -> str:
+    """What is being done, whichever rank does it."""
+    return what.rpartition(": ")[2]
 
 
 class Stopwatch:

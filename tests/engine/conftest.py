@@ -2,53 +2,82 @@
 
 import pathlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from aserve.actors.compute import compute_inline, open_compute_thread
+from aserve.actors.compute import open_compute_thread
 from aserve.actors.engine import Engine, open_engine, run_engine
-from aserve.actors.loading import Loaded
-from aserve.core.config import Cache, Config, Schedule
-from aserve.core.planner import CacheSpec
+from aserve.actors.here import RanksHere
+from aserve.actors.placement import Known
+from aserve.core.config import Cache, Config, Ranks, Schedule
+from aserve.core.message import Result
+from aserve.core.replica import RowsView
+from aserve.planes.inline import compute_inline
+from aserve.tensor.collective import LayerPlane
 from aserve.testing.legible import LegibleRunner
 from aserve.text.tokenizer import load_tokenizer
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
 
+class Legible:
+    """What a legible engine is to do wrong: a rank dies at step `fails_at` of a start, of the
+    first `failures` starts only; and at any step whose rows hold `poison`."""
+
+    def __init__(self, fails_at: int, failures: int, poison: int) -> None:
+        self.fails_at, self.failures, self.poison = fails_at, failures, poison
+        self.starts = 0
+
+
+class PoisonedRunner(LegibleRunner):
+    poison = -1
+
+    def forward(self, work: tuple[RowsView, ...], inward: None) -> tuple[Result, ...]:
+        if any(self.poison in view.rows.tokens for view in work):
+            raise ArithmeticError("poisoned")
+        return super().forward(work, inward)
+
+
 @pytest.fixture
 def open_legible(tiny_model_path: pathlib.Path) -> OpenEngine:
     """An engine whose model is `aserve.testing.legible`; every step is computed inline.
 
-    `fails_at` is the step at which the rank dies; other arguments are those of Schedule.
+    See `Legible` for faults; other arguments are those of Schedule and Ranks.
     """
     tokenizer = load_tokenizer(tiny_model_path)
 
     @asynccontextmanager
     async def opened(
-        *, pages: int = 256, threaded: bool = False, fails_at: int = -1, **schedule: Any
+        *,
+        pages: int = 256,
+        threaded: bool = False,
+        faults: tuple[int, int, int] = (-1, 10**9, -1),
+        restarts_max: int = 3,
+        **schedule: Any,
     ) -> AsyncIterator[Engine]:
-        page_size = 4
-        config = Config(schedule=Schedule(**schedule), cache=Cache(page_size=page_size))
-        loaded = Loaded(
-            name="legible",
-            context_len=256,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer,
-            cache=CacheSpec(page_size, pages),
-            runner=LegibleRunner(page_size, pages, tokenizer.vocab_size, fails_at),
+        page_size, fault = 4, Legible(*faults)
+        config = Config(
+            schedule=Schedule(**schedule),
+            cache=Cache(page_size=page_size),
+            ranks=Ranks(restarts_max=restarts_max),
         )
-        if threaded:
-            async with (
-                open_compute_thread() as compute,
-                run_engine(config, loaded, compute) as engine,
-            ):
-                yield engine
-        else:
-            async with run_engine(config, loaded, compute_inline) as engine:
-                yield engine
+        known = Known("legible", 256, tokenizer.vocab_size, tokenizer)
+
+        def make(rank: int, plane: LayerPlane, pages_total: int) -> LegibleRunner:
+            fault.starts += 1
+            fails_at = fault.fails_at if fault.starts <= fault.failures else -1
+            runner = PoisonedRunner(page_size, pages_total, tokenizer.vocab_size, fails_at)
+            runner.poison = fault.poison
+            return runner
+
+        async with AsyncExitStack() as stack:
+            compute: Any = compute_inline
+            if threaded:
+                compute = await stack.enter_async_context(open_compute_thread())
+            placement = RanksHere(config, known, make, [compute], pages)
+            yield await stack.enter_async_context(run_engine(config, placement))
 
     return opened
 

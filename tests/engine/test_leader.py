@@ -181,7 +181,9 @@ async def test_a_dying_rank_ends_every_request_with_an_error_and_no_hang(
     open_legible: OpenEngine, threaded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with trio.fail_after(5):
-        async with open_legible(fails_at=3, threaded=threaded, running_max=1) as engine:
+        async with open_legible(
+            faults=(3, 9, -1), threaded=threaded, running_max=1, restarts_max=0
+        ) as engine:
             generations = [engine.generate(PROMPT, params(seed=seed)) for seed in range(3)]
             for generation in generations:
                 deltas = [delta async for delta in generation]

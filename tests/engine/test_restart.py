@@ -1,0 +1,160 @@
+"""Ranks that die under a legible engine: requests pause and go on, and one cannot take all down."""
+
+from collections.abc import Sequence
+
+import pytest
+import trio
+
+from aserve.actors.completion import Completion, collect
+from aserve.actors.engine import Engine
+from aserve.actors.supervision import State
+from aserve.core.noise import seed_of_choice
+from aserve.core.request import SamplingParams
+from aserve.errors import RankDied, RequestError
+from aserve.testing.legible import oracle
+
+from .conftest import OpenEngine
+
+PROMPT = tuple(range(20, 60))
+POISON = 376  # no text here says it by itself
+
+
+def params(seed: int = 1, max_tokens: int = 24) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def finish(engine: Engine, prompt: Sequence[int], chosen: SamplingParams) -> Completion:
+    return await collect(engine.generate(prompt, chosen), tuple(prompt), chosen)
+
+
+def said(engine: Engine, prompt: Sequence[int], chosen: SamplingParams) -> list[int]:
+    assert chosen.seed is not None
+    assert chosen.max_tokens is not None
+    return oracle(prompt, seed_of_choice(chosen.seed, 0), engine.vocab_size, chosen.max_tokens)
+
+
+async def finish_all(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    found: dict[int, Completion] = {}
+
+    async def one(at: int) -> None:
+        found[at] = await finish(engine, prompts[at], params(seed=at))
+
+    async with trio.open_nursery() as nursery:
+        for at in range(len(prompts)):
+            nursery.start_soon(one, at)
+    return [found[at] for at in range(len(prompts))]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 7])
+async def test_ranks_that_die_again_and_again_lose_nothing(
+    open_legible: OpenEngine, fails_at: int, threaded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [(*PROMPT[: 5 * at + 1], at) for at in range(6)]
+    async with open_legible(
+        faults=(fails_at, 9, -1), threaded=threaded, running_max=2, step_tokens=64
+    ) as engine:
+        done = await finish_all(engine, prompts)
+        for at, (prompt, one) in enumerate(zip(prompts, done, strict=True)):
+            assert list(one.token_ids) == said(engine, prompt, params(seed=at))
+            assert one.error is None
+        statistics = engine.statistics()
+        assert statistics.restarts >= 3
+        assert statistics.state == State.SERVING
+        assert statistics.planner.kv_pages_used == 0
+        assert "told to fail" in (engine.last_break or "")
+    assert "rank 0 died" in caplog.text
+
+
+async def test_a_rank_that_dies_while_loading_is_told_to_whoever_opens(
+    open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("aserve.testing.legible.LegibleRunner.__init__", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        async with open_legible():
+            pytest.fail("it opened")
+
+
+async def test_one_poisoned_request_fails_alone(open_legible: OpenEngine) -> None:
+    """It kills the ranks whenever it is computed; the others wait their turn and are answered."""
+    prompts: list[tuple[int, ...]] = [(*PROMPT[: 5 * at + 1], at) for at in range(6)]
+    prompts[3] = (*PROMPT, POISON)
+    with trio.fail_after(20):
+        async with open_legible(faults=(-1, 0, POISON), running_max=4) as engine:
+            done = await finish_all(engine, prompts)
+            fates = [one.finish_reason for one in done]
+            # Those that stood beside it in every step that broke cannot be told from it.
+            assert fates[3] == "error"
+            assert "the ranks broke 4 times computing this" in (done[3].error or "")
+            assert fates.count("length") >= 2
+            for at, one in enumerate(done):
+                if one.finish_reason == "length":
+                    assert list(one.token_ids) == said(engine, prompts[at], params(seed=at))
+            assert engine.ready
+            assert (await finish(engine, PROMPT, params())).finish_reason == "length"
+
+
+async def test_who_gets_tokens_between_the_breaks_is_not_given_up(
+    open_legible: OpenEngine,
+) -> None:
+    """A poisoned prompt of many chunks: whoever decodes beside it gets a token or more a start."""
+    poisoned = (*(PROMPT * 4), POISON)
+    with trio.fail_after(20):
+        async with open_legible(faults=(-1, 0, POISON), step_tokens=16) as engine:
+            done = await finish_all(engine, [PROMPT[:3], PROMPT[:4], poisoned])
+            assert [one.finish_reason for one in done] == ["length", "length", "error"]
+            for at in (0, 1):
+                right = said(engine, PROMPT[: 3 + at], params(seed=at))
+                assert list(done[at].token_ids) == right
+
+
+async def test_ranks_beyond_help_fail_with_the_reason(open_legible: OpenEngine) -> None:
+    with trio.fail_after(20):
+        async with open_legible(faults=(0, 10**9, -1), restarts_max=2) as engine:
+            done = await finish(engine, PROMPT, params())
+            assert done.finish_reason == "error"  # a suspect, after three breaks
+            done = await finish(engine, PROMPT, params())
+            assert done.finish_reason == "error"
+            assert "told to fail" in (engine.failure or "")
+            assert engine.state is State.FAILED
+            assert not engine.ready
+            assert engine.statistics().restarts == 3
+            with pytest.raises(RequestError) as caught:
+                engine.generate(PROMPT, params())
+            assert caught.value.status == 503
+
+
+async def test_an_abort_while_ranks_are_started_anew_counts(open_legible: OpenEngine) -> None:
+    async with open_legible(faults=(2, 1, -1)) as engine:
+        kept = engine.generate(PROMPT, params())
+        gone = engine.generate(PROMPT[:9], params(seed=2))
+        while engine.state is State.SERVING:
+            await trio.lowlevel.checkpoint()
+        assert not engine.ready
+        gone.abort()
+        late = engine.generate(PROMPT[:7], params(seed=3))  # taken, and answered when they serve
+        assert list((await collect(kept, PROMPT, params())).token_ids) == said(
+            engine, PROMPT, params()
+        )
+        assert [delta.finish_reason async for delta in gone][-1] == "abort"
+        assert (await collect(late, PROMPT[:7], params(seed=3))).finish_reason == "length"
+        assert engine.statistics().planner.kv_pages_used == 0
+
+
+async def test_states_are_told_while_nothing_runs(open_legible: OpenEngine) -> None:
+    async with open_legible() as engine:
+        await finish(engine, PROMPT, params())
+        state = await engine.debug_state()
+        [rank] = state.ranks
+        assert rank.answered
+        assert rank.step == rank.reported_step == engine.statistics().planner.steps - 1
+        assert rank.doing.startswith("waiting for a plan")
+        assert int(rank.digest, 16) == state.planner.digest
+        assert state.silent == state.steps == ()
+
+
+def test_the_error_of_a_rank_names_it() -> None:
+    assert str(RankDied(3, "gone")) == "rank 3 died: gone"
