@@ -83,7 +83,8 @@ def by_rows(mixture: Routed, x_TH: Tensor, tokens: Tokens) -> Tensor:
     slot_RH = x_SH.new_empty(n_rows * per_token, x_SH.shape[1])
     for rows, parts in zip(by_ep, _of_experts(back_RBH, away, grid.moe_tp), strict=True):
         slot_RH[rows] = sum_blocks(torch.cat([part.transpose(0, 1) for part in parts]))
-    return tokens.join(_weigh(slot_RH.view(n_rows, per_token, -1), weight_SK))
+    slot_SKH = slot_RH.view(n_rows, per_token, x_SH.shape[1])
+    return tokens.join(_weigh(slot_SKH, weight_SK))
 
 
 def _compute(mixture: Routed, rows_RH: Tensor, asked_RN: Tensor) -> Tensor:

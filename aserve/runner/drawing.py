@@ -5,7 +5,8 @@ draws for it. Which rows need logits follows from the plan, so all ranks know of
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -13,12 +14,12 @@ from aserve.core.message import Result, TokenLogprob
 from aserve.core.replica import RowsView
 from aserve.models.registry import Model
 from aserve.runner.draws import Draws
-from aserve.runner.inputs import StepInputs
 from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, Sampler, SampleRow
-from aserve.tensor.tokens import Seat
+from aserve.tensor.tokens import Seat, Tokens
 
 LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
 
+Head = Callable[[Sequence[int]], Tensor]  # at a leader the logits of its group's rows among these
 Told = dict[int, tuple[TokenLogprob, ...] | None]  # by the place of a view; None: not a number
 
 
@@ -32,11 +33,19 @@ class Drawing:
         self._draws = draws
 
     def results(
-        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+        self,
+        views: Sequence[RowsView],
+        tokens: Tokens,
+        last_rows: Sequence[int],
+        hidden_TH: Tensor,
     ) -> tuple[Result, ...]:
-        """Of the rows of this rank's DP group if it is its leader, else none."""
-        drawn = self._draw(views, inputs, hidden_TH)
-        told = self._prompt_logprobs(views, inputs, hidden_TH)
+        """Of the rows of this rank's DP group if it is its leader, else none.
+
+        `last_rows` are those of `views`, by their numbers in the plan.
+        """
+        head = partial(self._logits, tokens, hidden_TH)
+        drawn = self._draw(views, last_rows, head)
+        told = self._prompt_logprobs(views, last_rows, head)
         if not self._seat.is_leader:
             return ()
         return tuple(
@@ -49,14 +58,13 @@ class Drawing:
         return view.group == self._seat.place.dp
 
     def _draw(
-        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+        self, views: Sequence[RowsView], last_rows: Sequence[int], head: Head
     ) -> dict[int, Drawn]:
         """By the place of its view, each draw of this rank's group."""
         places = [place for place, view in enumerate(views) if view.rows.sample]
         if not places:
             return {}
-        last_rows = [inputs.last_rows[place] for place in places]
-        logits_RV = self._logits(inputs, hidden_TH, last_rows)
+        logits_RV = head([last_rows[place] for place in places])
         if not self._seat.is_leader:
             return {}
         own = [place for place in places if self._is_own(views[place])]
@@ -78,16 +86,16 @@ class Drawing:
                 drawn[own[number]] = one
         return drawn
 
-    def _logits(self, inputs: StepInputs, hidden_TH: Tensor, rows: Sequence[int]) -> Tensor:
+    def _logits(self, tokens: Tokens, hidden_TH: Tensor, rows: Sequence[int]) -> Tensor:
         """At a leader those of its group's `rows` (numbers in the plan), in their order."""
-        picked = inputs.tokens.pick(hidden_TH, rows)
+        picked = tokens.pick(hidden_TH, rows)
         logits_RV = self._model.logits(picked.x_WH, picked.counts, self._seat)
         if picked.back is None or not self._seat.is_leader:
             return logits_RV
         return logits_RV[picked.back]
 
     def _prompt_logprobs(
-        self, views: Sequence[RowsView], inputs: StepInputs, hidden_TH: Tensor
+        self, views: Sequence[RowsView], last_rows: Sequence[int], head: Head
     ) -> Told:
         """Of the prompt tokens behind these rows, where they are asked for."""
         told: Told = {}
@@ -95,11 +103,11 @@ class Drawing:
             (place, row, target)
             for place, view in enumerate(views)
             if view.state.sampling.prompt_logprobs >= 0
-            for row, target in _prompt_rows(view, inputs.last_rows[place])
+            for row, target in _prompt_rows(view, last_rows[place])
         ]
         for first in range(0, len(wanted), LOGITS_ROWS_MAX):
             round_ = wanted[first : first + LOGITS_ROWS_MAX]
-            logits_RV = self._logits(inputs, hidden_TH, [row for _, row, _ in round_])
+            logits_RV = head([row for _, row, _ in round_])
             if not self._seat.is_leader:
                 continue
             own = [(place, target) for place, _, target in round_ if self._is_own(views[place])]

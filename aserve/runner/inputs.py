@@ -68,30 +68,35 @@ class PageTables:
         return np.ascontiguousarray(self._table[rows, :pages_max])
 
 
-class StepInputs:
-    """What the model takes: `tokens` and `ids_G` of all groups, `attend` of the rank's own.
+def tokens_of(views: Sequence[RowsView], seat: Seat) -> Tokens:
+    """Where the rows of a plan are, its groups in order."""
+    lengths: list[list[int]] = [[] for _ in range(seat.grid.dp)]
+    for view in views:
+        assert not view.rows.parents, "trees of rows come with speculation"
+        lengths[view.group].append(len(view.rows.tokens))
+    return Tokens(seat, lengths)
 
-    `views` are those of the plan, groups in order. `last_rows[n]` is the last row of view n, by its
-    number in the plan.
+
+class StepInputs:
+    """What the model takes beside `tokens`: `ids_G` of all groups, `attend` of the rank's own.
+
+    `views` are those of `tokens`. `last_rows[n]` is the last row of view n, by its number in the
+    plan.
     """
 
-    __slots__ = ("attend", "ids_G", "last_rows", "tokens")
+    __slots__ = ("attend", "ids_G", "last_rows")
 
-    def __init__(self, views: Sequence[RowsView], tables: PageTables, seat: Seat) -> None:
-        groups: list[list[RowsView]] = [[] for _ in range(seat.grid.dp)]
+    def __init__(self, views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> None:
+        dp = tokens.seat.place.dp
         ids: list[int] = []
+        self.last_rows: list[int] = []
         for view in views:
-            assert not view.rows.parents, "trees of rows come with speculation"
-            groups[view.group].append(view)
             ids.extend(view.rows.tokens)
-        lengths = [[len(view.rows.tokens) for view in group] for group in groups]
-        self.tokens = Tokens(seat, lengths)
+            self.last_rows.append(len(ids) - 1)
         self.ids_G = torch.tensor(ids, dtype=torch.int64)
-        if self.tokens.order_G is not None:
-            self.ids_G = self.ids_G[torch.from_numpy(self.tokens.order_G)]
-        ends = np.cumsum([length for group in lengths for length in group])
-        self.last_rows: list[int] = (ends - 1).tolist()
-        self.attend = _attend(groups[seat.place.dp], tables, self.tokens)
+        if tokens.order_G is not None:
+            self.ids_G = self.ids_G[torch.from_numpy(tokens.order_G)]
+        self.attend = _attend([view for view in views if view.group == dp], tables, tokens)
 
 
 def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> Attend:

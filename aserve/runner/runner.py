@@ -13,11 +13,11 @@ from aserve.core.replica import KvMove, Replica, RowsView
 from aserve.models.registry import Model
 from aserve.runner.drawing import Drawing
 from aserve.runner.draws import Draws
-from aserve.runner.inputs import PageTables, StepInputs
+from aserve.runner.inputs import PageTables, StepInputs, tokens_of
 from aserve.runner.kv_store import KvStore
 from aserve.tensor.collective import LayerPlane
 from aserve.tensor.sampler import Sampler
-from aserve.tensor.tokens import Seat, cp_shares, even_shares
+from aserve.tensor.tokens import Seat, Tokens
 from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """One plan's rows, of all groups, beside the state they work on.
+    """One plan's rows, of all groups, beside the state they work on; `tokens` says where they are.
 
     `moves` of KV come first. `inward` says what the stage before sends to this rank, and `digest`
     covers the log so far.
@@ -35,6 +35,7 @@ class Work:
     step: int
     views: tuple[RowsView, ...]
     moves: tuple[KvMove, ...]
+    tokens: Tokens
     inward: Mapping[str, tuple[Shape, torch.dtype]]
     digest: int
 
@@ -66,7 +67,7 @@ class Runner:
         assert len(kv.layers) == len(model.stage), (len(kv.layers), model.stage)
         self.rank = model.rank
         self._model = model
-        self._seat = Seat(model.grid, model.rank, layer)
+        self._seat = Seat(model.grid, model.rank, layer, model.ops)
         self._kv = kv
         self._replica = Replica(kv.page_size)
         self._tables = PageTables(kv.page_size)
@@ -84,16 +85,12 @@ class Runner:
 
     def work(self, step: int, views: tuple[RowsView, ...], moves: tuple[KvMove, ...] = ()) -> Work:
         """What is to be done for the rows of a plan that has been applied."""
-        return Work(step, views, moves, self._inward(views), self._replica.digest)
-
-    def _inward(self, views: Sequence[RowsView]) -> dict[str, tuple[Shape, torch.dtype]]:
-        if self._model.is_first:
-            return {}
-        grid, place = self._seat.grid, self._seat.place
-        lengths = [view.n_rows for view in views if view.group == place.dp]
-        n_rows = len(cp_shares(grid.layout.cp_split, grid.cp, lengths)[place.cp])
-        n_slice = even_shares(n_rows, grid.attn_tp)[place.attn_tp]
-        return {"hidden": ((n_slice, self._model.spec.hidden), torch.float32)}
+        tokens = tokens_of(views, self._seat)
+        inward: dict[str, tuple[Shape, torch.dtype]] = {}
+        if not self._model.is_first:
+            n_rows = tokens.slice_counts[self._seat.place.attn_tp]
+            inward["hidden"] = ((n_rows, self._model.spec.hidden), torch.float32)
+        return Work(step, views, moves, tokens, inward, self._replica.digest)
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         """Run the rows through the stage and draw. An error of one sequence is its own.
@@ -108,7 +105,7 @@ class Runner:
         with torch.inference_mode():
             self._move(work.moves)
             if work.views:
-                results, bundle = self._run(work.views, inward or {})
+                results, bundle = self._run(work, inward or {})
             elif not self._model.is_last:
                 bundle = {"hidden": torch.empty(0, self._model.spec.hidden)}
         micros = round((time.perf_counter() - started) * 1e6)
@@ -120,15 +117,15 @@ class Runner:
         )
 
     def _run(
-        self, views: Sequence[RowsView], inward: Mapping[str, Tensor]
+        self, work: Work, inward: Mapping[str, Tensor]
     ) -> tuple[tuple[Result, ...], Mapping[str, Tensor]]:
-        model, inputs = self._model, StepInputs(views, self._tables, self._seat)
-        tokens = inputs.tokens
+        model, tokens = self._model, work.tokens
+        inputs = StepInputs(work.views, self._tables, tokens)
         hidden_TH = model.forward(
             inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden")
         )
         if model.is_last:
-            return self._drawing.results(views, inputs, hidden_TH), {}
+            return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
         return (), {"hidden": tokens.slice(hidden_TH)}
 
     def _move(self, moves: Sequence[KvMove]) -> None:

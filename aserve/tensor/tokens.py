@@ -15,6 +15,8 @@ from torch import Tensor
 
 from aserve.core.layout import Grid
 from aserve.tensor.collective import LayerPlane, OnlyRank
+from aserve.tensor.ops import Ops
+from aserve.tensor.reference import ReferenceOps
 
 Rows = npt.NDArray[np.int64]
 
@@ -22,9 +24,12 @@ Rows = npt.NDArray[np.int64]
 class Seat:
     """One rank of a grid with the collectives of its stage."""
 
-    def __init__(self, grid: Grid, rank: int, layer: LayerPlane | None = None) -> None:
-        """Without a layer plane the stage must be one rank."""
+    def __init__(
+        self, grid: Grid, rank: int, layer: LayerPlane | None = None, ops: Ops | None = None
+    ) -> None:
+        """Without a layer plane the stage must be one rank; without `ops` the twin cuts rows."""
         assert layer is not None or grid.tp == 1, grid.tp
+        self.ops: Ops = ReferenceOps() if ops is None else ops
         self.grid, self.rank, self.place = grid, rank, grid.place(rank)
         self.layer = OnlyRank() if layer is None else layer
         self.inside = rank % grid.tp  # its number in the stage
@@ -75,8 +80,12 @@ class Tokens:
         self.slice_counts = self.slices[at : at + grid.attn_tp]
 
     def _cut(self, lengths: Sequence[Sequence[int]], totals: Sequence[int]) -> None:
-        grid, place = self.seat.grid, self.seat.place
-        cut = [cp_shares(grid.layout.cp_split, grid.cp, group) for group in lengths]
+        grid, place, index = self.seat.grid, self.seat.place, self.seat.ops.cp_index
+        kind, cp = grid.layout.cp_split, grid.cp
+        cut = [
+            [index(kind, cp, rank, group).numpy().astype(np.int64) for rank in range(cp)]
+            for group in lengths
+        ]
         self.counts = tuple(len(share) for shares in cut for share in shares)
         orders = [np.concatenate(shares) for shares in cut]
         firsts = np.cumsum([0, *totals])
@@ -145,25 +154,3 @@ class Tokens:
 def even_shares(count: int, places: int) -> list[int]:
     """`count` in contiguous shares that differ by one at most."""
     return [count * (n + 1) // places - count * n // places for n in range(places)]
-
-
-def cp_shares(split: str, cp: int, lengths: Sequence[int]) -> list[Rows]:
-    """Rows of one group (sequence after sequence) that each of `cp` ranks gets.
-
-    A rank has its rows of a sequence together and in order, whatever the split.
-    """
-    total = sum(lengths)
-    if split == "interleave":
-        return [np.arange(rank, total, cp) for rank in range(cp)]
-    shares: list[list[Rows]] = [[] for _ in range(cp)]
-    start = 0
-    for length in lengths:
-        least, more = divmod(length, 2 * cp)
-        sizes = np.full(2 * cp, least)
-        sizes[:more] += 1
-        ends = start + np.cumsum(sizes)
-        blocks = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        for rank, share in enumerate(shares):
-            share += [blocks[rank], blocks[2 * cp - 1 - rank]]
-        start += length
-    return [np.concatenate(share) if share else np.arange(0) for share in shares]

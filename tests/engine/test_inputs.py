@@ -8,7 +8,7 @@ from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.core.message import Admit, Rows, Sampling
 from aserve.core.replica import RowsView, SequenceState
-from aserve.runner.inputs import PageTables, StepInputs
+from aserve.runner.inputs import PageTables, StepInputs, tokens_of
 from aserve.tensor.tokens import Seat
 
 PAGE_SIZE = 4
@@ -66,13 +66,13 @@ def test_chunks_and_decode_rows_of_growing_sequences() -> None:
             lengths[seq] += n_rows
         if views:
             dice.shuffle(views)
-            check(StepInputs(views, tables, ALONE), views)
+            check(StepInputs(views, tables, tokens_of(views, ALONE)), views)
 
 
 def test_a_sequence_that_comes_back_has_a_fresh_table() -> None:
     tables = PageTables(PAGE_SIZE)
     first = [view(state(1, [7, 8, 9], 100), 0, 12)]
-    check(StepInputs(first, tables, ALONE), first)
+    check(StepInputs(first, tables, tokens_of(first, ALONE)), first)
     tables.drop(1)
     again = [view(state(1, [3], 100), 0, 2)]
-    check(StepInputs(again, tables, ALONE), again)
+    check(StepInputs(again, tables, tokens_of(again, ALONE)), again)

@@ -41,6 +41,14 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Sizes that many layouts divide: 12 KV heads, MLPs in 12 blocks, 12 experts.
+DIVISIBLE = {
+    "hidden_size": 48,
+    "intermediate_size": 1152,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 12,
+    "head_dim": 8,
+}
 
 # name: (transformers' model type, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +81,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
         "mixtral",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "divisible": ("llama", {**DIVISIBLE, "attention_bias": True, "mlp_bias": True}),
+    "divisible-moe": (
+        "qwen3_moe",
+        {
+            **DIVISIBLE,
+            "moe_intermediate_size": 1152,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
     ),
 }
 DENSE = tuple(name for name in FAMILIES if "moe" not in name and name != "mixtral")

@@ -1,0 +1,152 @@
+"""Real models in every layout against one rank: in float64 to 1e-9, in exact numerics bit by bit.
+
+What the ranks run is `Runner.forward`, over the thread planes, hidden states going by queues.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
+from aserve.errors import ConfigError
+from aserve.models.decoder import Model
+from aserve.models.regions import Region
+from aserve.models.registry import check_layout, load_model, load_spec
+from aserve.tensor.ops import Linear, Ops, open_ops
+from aserve.tensor.reference import ReferenceOps
+from tests.models.families import saved
+from tests.models.ranks import Logits, logits_of, mixed_script
+
+DENSE, MOE = "divisible", "divisible-moe"
+STAGE_SIZES = (1, 2, 3, 4, 6)
+SCRIPT = mixed_script()
+
+
+class WideOps(ReferenceOps):
+    """The twin in float64, weights included."""
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None, row_blocks: int = 1) -> Linear:
+        bias = None if bias_N is None else bias_N.double()
+        return super().pack(weight_NK.double(), bias, row_blocks)
+
+    def embed(self, table_VH: Tensor | Linear, ids_T: Tensor) -> Tensor:
+        return super().embed(table_VH, ids_T).double()
+
+
+class WideModel(Model):
+    """A model whose pages are float64."""
+
+    def regions(self) -> tuple[Region, ...]:
+        (region,) = super().regions()
+        wide = {"dtype": torch.float64, "item_bytes": 2 * region.item_bytes}
+        return (dataclasses.replace(region, **wide),)
+
+
+NATIVE, WIDE = open_ops("native", 1), WideOps()
+
+
+def load(name: str, layout: Layout, ops: Ops, rank: int) -> Model:
+    model = load_model(saved(name)[0], ops=ops, layout=layout, rank=rank)
+    if ops is WIDE:
+        model.__class__ = WideModel
+    return model
+
+
+def run(name: str, layout: Layout, ops: Ops) -> Logits:
+    return logits_of(Grid(layout), functools.partial(load, name, layout, ops), SCRIPT)
+
+
+@functools.cache
+def alone(name: str, ops: Ops) -> Logits:
+    logits = run(name, Layout(), ops)
+    assert len(logits) == 17
+    assert not any(rows.isnan().any() for rows in logits.values())
+    return logits
+
+
+def factors(n: int) -> Iterator[tuple[int, int]]:
+    """(a, b) with a * b a divisor of n."""
+    for a, b in itertools.product(range(1, n + 1), repeat=2):
+        if n % (a * b) == 0:
+            yield a, b
+
+
+def dense_layouts() -> Iterator[Layout]:
+    """Every way of laying out attention in a stage of up to 6 ranks, in one to three stages."""
+    for pp, tp in itertools.product((1, 2, 3), STAGE_SIZES):
+        for number, (dp, cp) in enumerate(factors(tp)):
+            split = "zigzag" if (number + pp) % 2 else "interleave"
+            yield Layout(pp=pp, tp=tp, dp=dp, cp=cp, cp_split=split)
+
+
+def moe_layouts() -> Iterator[Layout]:
+    """Every way of laying out experts, each beside some way of laying out attention."""
+    for pp, tp in itertools.product((1, 2, 3), STAGE_SIZES[1:]):
+        attention = itertools.cycle(factors(tp))
+        for number, (moe_dp, ep) in enumerate(factors(tp)):
+            for _ in range(pp):  # so that stages do not see the same pairs
+                dp, cp = next(attention)
+            split = "zigzag" if number % 2 else "interleave"
+            form = "all_to_all" if number // 2 % 2 == pp % 2 else "gathered"
+            axes = {"pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep, "moe_dp": moe_dp}
+            yield Layout(**axes, cp_split=split, experts=form)  # type: ignore[arg-type]
+
+
+def label(layout: Layout) -> str:
+    sizes = {axis: getattr(layout, axis) for axis in ("pp", "tp", "dp", "cp", "ep", "moe_dp")}
+    axes = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+    split = [layout.cp_split] if layout.cp > 1 else []
+    form = ["all_to_all"] if layout.experts == "all_to_all" else []
+    return "-".join([*axes, *split, *form]) or "one"
+
+
+def assert_same(got: Logits, wanted: Logits) -> None:
+    assert got.keys() == wanted.keys()
+    different = {key: (got[key] - wanted[key]).abs().max().item() for key in wanted}
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted), different
+
+
+def assert_near(got: Logits, wanted: Logits, tolerance: float) -> None:
+    assert got.keys() == wanted.keys()
+    for key in wanted:
+        worst = (got[key] - wanted[key]).abs().max().item()
+        assert worst <= tolerance, (key, worst)
+
+
+SWEEP = [(DENSE, layout) for layout in dense_layouts()] + [(MOE, one) for one in moe_layouts()]
+swept = pytest.mark.parametrize(
+    ("name", "layout"), SWEEP, ids=[f"{name}-{label(layout)}" for name, layout in SWEEP]
+)
+
+
+def test_the_sweep_is_wide() -> None:
+    assert len({(name, label(layout)) for name, layout in SWEEP}) >= 100
+    assert {layout.pp for _, layout in SWEEP} == {1, 2, 3}
+    composed = [
+        layout
+        for name, layout in SWEEP
+        if name == MOE and min(layout.pp, layout.ep, layout.moe_dp) > 1
+    ]
+    assert any(layout.dp > 1 for layout in composed)
+    assert any(layout.cp > 1 for layout in composed)
+    assert {layout.experts for layout in composed} == {"gathered", "all_to_all"}
+    assert {layout.cp_split for _, layout in SWEEP if layout.cp > 1} == {"interleave", "zigzag"}
+
+
+@pytest.mark.slow
+@swept
+def test_exact_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Layout) -> None:
+    assert_same(run(name, layout, NATIVE), alone(name, NATIVE))
+
+
+@pytest.mark.slow
+@swept
+def test_float64_logits_are_those_of_one_rank(name: str, layout: Layout) -> None:
+    assert_near(run(name, layout, WIDE), alone(name, WIDE), 1e-9)
