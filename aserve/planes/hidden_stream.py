@@ -4,6 +4,7 @@ A bundle is a fixed header and the tensors' own memory, in the order of names; t
 the header with its plan and then reads straight into new tensors. Tensors live on the CPU.
 """
 
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -35,6 +36,8 @@ from aserve.wire.nursery import ServiceNursery
 ROLE = "hidden"
 # Up to here header and tensors leave in one piece: a copy costs less than a system call.
 JOINED_BYTES_MAX = 1 << 16
+# What the kernel may hold of a bundle: with its default a large one is a hundred wake-ups.
+KERNEL_BYTES = 4 << 20
 
 
 class StreamEnd:
@@ -200,6 +203,17 @@ async def open_stream_hidden(
             await done.wait()
 
 
+def _widen(frames: Frames) -> Frames:
+    """Let the kernel take a bundle in few pieces."""
+    stream = frames.stream
+    assert isinstance(stream, trio.SocketStream)
+    if stream.socket.family == socket.AF_UNIX:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+    else:  # TCP sizes its buffers itself, but trio lets it queue 16 KiB only
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_BYTES)
+    return frames
+
+
 async def _connect_next(seat: Seat, terms: Terms, address: Address, limit_s: float) -> Frames:
     assert seat.next is not None
     try:
@@ -208,13 +222,13 @@ async def _connect_next(seat: Seat, terms: Terms, address: Address, limit_s: flo
         raise
     except PeerError as error:
         raise PlaneTimeout((seat.next,), f"rank {seat.next} at {error}") from error
-    return connection.frames
+    return _widen(connection.frames)
 
 
 async def _accept_previous(seat: Seat, listener: Listener, limit_s: float) -> Frames:
     assert seat.previous is not None
     with trio.move_on_after(limit_s):
-        return (await listener.accept()).frames
+        return _widen((await listener.accept()).frames)
     raise PlaneTimeout(
         (seat.previous,),
         f"rank {seat.previous} did not connect to rank {seat.rank} within {limit_s:g} s",
