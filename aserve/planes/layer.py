@@ -264,6 +264,30 @@ class BoardTransport:
         """The board goes with the last rank that knows it."""
 
 
+class Alone:
+    """The transport of a rank without peers, which has nobody to call."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._failure: Failure | None = None
+
+    def start(self, step: int) -> None:
+        if self._failure is not None:
+            raise self._failure.error()
+
+    def meet(self, call: Call) -> Tensor:
+        raise AssertionError(f"{call.signature} has nobody to meet")
+
+    def fail(self, failure: Failure) -> None:
+        self._failure = self._failure or failure
+
+    def last_call(self) -> str:
+        return signature.last_seen(self._rank, None, False)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
 class SharedBoard(Protocol):
     def check(self) -> None: ...
     def meet(self, call: Call) -> Tensor: ...

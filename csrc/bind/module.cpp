@@ -2,6 +2,7 @@
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels. Addresses are Tensor.data_ptr(); callers keep the tensors alive.";
+  aserve::bind_board(module);
   aserve::bind_cpu(module);
   aserve::bind_linear(module);
   aserve::bind_rows(module);

@@ -1,5 +1,7 @@
 """Runs cases of the layer planes' suite on ranks that are threads, or greenlets of one thread."""
 
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +12,10 @@ import trio.testing
 from aserve.core.layout import Grid
 from aserve.planes.inline import compute_inline, open_inline_planes
 from aserve.planes.layer import LayerEnd, open_thread_planes
+from aserve.planes.shared_memory import open_shared_memory_plane
 from aserve.testing.collectives import Case
+
+NUMBERS = itertools.count()
 
 
 def on_threads(grid: Grid, body: Callable[[int], None]) -> dict[int, BaseException | None]:
@@ -69,3 +74,16 @@ def run_inline(case: Case) -> dict[int, BaseException | None]:
     with closing(planes):
         trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     return dict(sorted(raised.items()))
+
+
+def run_shared_memory(case: Case) -> dict[int, BaseException | None]:
+    """On threads, each with a map of its own, and halves so small that little needs rounds."""
+    grid = Grid(case.layout)
+    name = f"aserve-test-{os.getpid()}-{next(NUMBERS)}"
+
+    def opened(rank: int) -> LayerEnd:
+        return open_shared_memory_plane(name, grid, rank, limit_s=case.limit_s, half_bytes=64 << 10)
+
+    planes = {rank: opened(rank) for rank in range(grid.world)}
+    with closing(planes):
+        return on_threads(grid, lambda rank: case.body(planes[rank], grid))

@@ -5,7 +5,11 @@ import pytest
 from aserve.testing.collectives import CASES, check_collective
 from tests.planes import ranks
 
-ONE_PROCESS = {"threads": ranks.run_threads, "inline": ranks.run_inline}
+ONE_PROCESS = {
+    "threads": ranks.run_threads,
+    "inline": ranks.run_inline,
+    "shared memory": ranks.run_shared_memory,
+}
 
 
 @pytest.mark.parametrize("name", CASES)
