@@ -265,7 +265,7 @@ bool Board::agrees(const Group& group, Words words, const Post& post) {
     const int rank = group.members[place];
     if (rank == rank_) continue;
     Half* half = posted(group, rank);
-    if (half == nullptr ? waits_for_us(rank) : !same(*half, words, post, group.place, place)) {
+    if (half == nullptr ? waits_elsewhere(group, rank) : !same(*half, words, post, group.place, place)) {
       peers_.assign(1, rank);
       return false;
     }
@@ -284,12 +284,12 @@ bool Board::same(Half& half, Words words, const Post& post, int mine, size_t pla
           segment_->receives(half)[mine].load(relaxed) == post.sends[place]);
 }
 
-// Whether a rank waits in another group for us, who now wait for it: neither would ever come.
-bool Board::waits_for_us(int rank) const {
+// Whether a rank waits in another group for us, who now wait for it here: neither would ever come.
+bool Board::waits_elsewhere(const Group& here, int rank) const {
   const uint64_t last = segment_->rank(rank).last_half.load();
   const uint64_t at = segment_->half(rank, static_cast<int>(last)).at.load();
   for (const Group& group : groups_) {
-    if (at >> 48 != group.key >> 48) continue;
+    if (at >> 48 != group.key >> 48 || group.key == here.key) continue;
     const uint64_t round = at & ((uint64_t{1} << 48) - 1);
     return gate(group).arrived.load() < round * group.members.size();
   }

@@ -104,7 +104,7 @@ class Board {
   void fill(Half& half, Words words, const Post& post, int members);
   bool agrees(const Group& group, Words words, const Post& post);
   bool same(Half& half, Words words, const Post& post, int mine, size_t place) const;
-  bool waits_for_us(int rank) const;
+  bool waits_elsewhere(const Group& here, int rank) const;
   Met wait_arrived(const Group& group);
   Met wait_read(int half);
   void done_reading(const Group& group);
