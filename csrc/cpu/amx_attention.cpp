@@ -9,13 +9,9 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
-#endif
+ASERVE_TARGET_BEGIN(ASERVE_TARGET_AMX)
 #include "amx.h"
 #define ASERVE_LEVEL 2
 
@@ -375,9 +371,5 @@ void amx_attention(const AttentionTask& task) {
 
 }  // namespace aserve
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+ASERVE_TARGET_END
 #endif

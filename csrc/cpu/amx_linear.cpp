@@ -8,13 +8,9 @@
 
 #include "aserve/index.h"
 #include "kernels.h"
+#include "target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
-#endif
+ASERVE_TARGET_BEGIN(ASERVE_TARGET_AMX)
 #include "amx.h"
 
 namespace aserve {
@@ -205,9 +201,5 @@ void amx_linear(Team& team, const Weight& w, const float* x, int64_t m, float* y
 
 }  // namespace aserve
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+ASERVE_TARGET_END
 #endif

@@ -7,15 +7,9 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "target.h"
 
-// Everything below is compiled for this level and is static, so nothing of it can be merged with
-// code that must run elsewhere.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
-#endif
+ASERVE_TARGET_BEGIN(ASERVE_TARGET_AVX512)
 #define ASERVE_LEVEL 2
 
 namespace aserve {
@@ -24,9 +18,5 @@ namespace aserve {
 const Kernels kernels_avx512 = level_kernels;
 }  // namespace aserve
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+ASERVE_TARGET_END
 #endif
