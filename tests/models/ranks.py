@@ -19,7 +19,7 @@ from aserve.runner.runner import Runner
 from aserve.tensor.sampler import Drawn, SampleRow
 from tests.models.families import prompt
 
-PAGE_SIZE = 4
+PAGE_SIZE, PAGES = 4, 64
 LIMIT_S = 30.0
 
 Logits = dict[tuple[int, ...], Tensor]  # (seq, position), or the tokens a chunk predicts
@@ -55,28 +55,31 @@ class Script(NamedTuple):
         return [text.pages[0] % max(min(dp, 2), dp - 1) for text in self.texts]
 
 
-def mixed_script(vocab: int = 160) -> Script:
-    """Chunked prompts, decode rows, a shared prefix, prompt logprobs; steps where half are idle."""
-    lengths = ((26, 23, -1), (8, 5, -1), (14, 11, 0), (3, 1, -1), (15, 13, -1))
+def mixed_script(more: int = 0) -> Script:
+    """Chunked prompts, decode rows, a shared prefix, prompt logprobs; steps where half are idle.
+
+    The longest chunk has 15 rows and `more`.
+    """
+    end = 23 + more
+    lengths = ((end + 3, end, -1), (8, 5, -1), (14, 11, 0), (3, 1, -1), (15, 13, -1))
     texts, page = [], 0
     for seq, (length, prompt_len, wanted) in enumerate(lengths):
-        tokens = tuple(token % vocab for token in prompt(length, seed=seq))
         n_pages = -(-length // PAGE_SIZE)
         # Neighbours in a table are far apart in memory.
-        pages = tuple((7 * at + 3) % 32 for at in range(page, page + n_pages))
+        pages = tuple((7 * at + 3) % PAGES for at in range(page, page + n_pages))
         page += n_pages
-        texts.append(Text(tokens, prompt_len, pages, wanted))
-    assert page <= 32
+        texts.append(Text(tuple(prompt(length, seed=seq)), prompt_len, pages, wanted))
+    assert page <= PAGES
     first, last = texts[0], texts[4]
     texts[4] = last._replace(
         tokens=first.tokens[:8] + last.tokens[8:], pages=first.pages[:2] + last.pages[2:]
     )
     steps = (
         (Piece(0, 0, 8, sample=False), Piece(1, 0, 5)),
-        (Piece(1, 5, 1), Piece(0, 8, 15), Piece(2, 0, 7, sample=False)),
-        (Piece(0, 23, 1), Piece(2, 7, 4), Piece(3, 0, 1)),
-        (Piece(4, 8, 5), Piece(0, 24, 1), Piece(2, 11, 1)),
-        (Piece(0, 25, 1), Piece(1, 6, 1), Piece(2, 12, 1), Piece(3, 1, 1), Piece(4, 13, 1)),
+        (Piece(1, 5, 1), Piece(0, 8, 15 + more), Piece(2, 0, 7, sample=False)),
+        (Piece(0, end, 1), Piece(2, 7, 4), Piece(3, 0, 1)),
+        (Piece(4, 8, 5), Piece(0, end + 1, 1), Piece(2, 11, 1)),
+        (Piece(0, end + 2, 1), Piece(1, 6, 1), Piece(2, 12, 1), Piece(3, 1, 1), Piece(4, 13, 1)),
         (Piece(1, 7, 1),),
     )
     return Script(texts, steps)
@@ -109,11 +112,11 @@ class Recorder:
 class Rank:
     """One rank: its runner, and its copy of every sequence."""
 
-    def __init__(self, model: Model, layer: LayerEnd, script: Script, pages: int) -> None:
+    def __init__(self, model: Model, layer: LayerEnd, script: Script) -> None:
         self.grid, self.layer, self.script = model.grid, layer, script
         self.recorder = Recorder()
         regions = model.regions()
-        kv = KvStore(regions, PAGE_SIZE, pages)
+        kv = KvStore(regions, PAGE_SIZE, PAGES)
         for pool in kv.layers:  # a slot that is read before it is written shows in the logits
             pool.k_PSHD.fill_(torch.nan)
             pool.v_PSHD.fill_(torch.nan)
@@ -139,12 +142,10 @@ class Rank:
         return tuple(sorted(views, key=lambda view: view.group))
 
 
-def logits_of(
-    grid: Grid, load: Callable[[int], Model], script: Script, *, pages: int = 32
-) -> Logits:
+def logits_of(grid: Grid, load: Callable[[int], Model], script: Script) -> Logits:
     """Every logit that the leaders of a layout saw, all its ranks having run the script."""
     planes = open_thread_planes(grid, limit_s=LIMIT_S)
-    ranks = [Rank(load(rank), planes[rank], script, pages) for rank in range(grid.world)]
+    ranks = [Rank(load(rank), planes[rank], script) for rank in range(grid.world)]
     hidden: list[queue.Queue[Mapping[str, Tensor]]] = [queue.Queue() for _ in ranks]
 
     def run(number: int) -> None:

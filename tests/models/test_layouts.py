@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 import pytest
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.errors import ConfigError
 from aserve.models.decoder import Model
 from aserve.models.regions import Region
-from aserve.models.registry import check_layout, load_model, load_spec
+from aserve.models.registry import load_model
 from aserve.tensor.ops import Linear, Ops, open_ops
 from aserve.tensor.reference import ReferenceOps
 from tests.models.families import saved
 from tests.models.ranks import Logits, logits_of, mixed_script
 
+Dtype = Literal["bf16", "float32"]
 DENSE, MOE = "divisible", "divisible-moe"
 STAGE_SIZES = (1, 2, 3, 4, 6)
 SCRIPT = mixed_script()
@@ -52,20 +53,20 @@ class WideModel(Model):
 NATIVE, WIDE = open_ops("native", 1), WideOps()
 
 
-def load(name: str, layout: Layout, ops: Ops, rank: int) -> Model:
-    model = load_model(saved(name)[0], ops=ops, layout=layout, rank=rank)
+def load(name: str, layout: Layout, ops: Ops, dtype: Dtype, rank: int) -> Model:
+    model = load_model(saved(name)[0], dtype=dtype, ops=ops, layout=layout, rank=rank)
     if ops is WIDE:
         model.__class__ = WideModel
     return model
 
 
-def run(name: str, layout: Layout, ops: Ops) -> Logits:
-    return logits_of(Grid(layout), functools.partial(load, name, layout, ops), SCRIPT)
+def run(name: str, layout: Layout, ops: Ops, dtype: Dtype = "float32") -> Logits:
+    return logits_of(Grid(layout), functools.partial(load, name, layout, ops, dtype), SCRIPT)
 
 
 @functools.cache
-def alone(name: str, ops: Ops) -> Logits:
-    logits = run(name, Layout(), ops)
+def alone(name: str, ops: Ops, dtype: Dtype = "float32") -> Logits:
+    logits = run(name, Layout(), ops, dtype)
     assert len(logits) == 17
     assert not any(rows.isnan().any() for rows in logits.values())
     return logits
@@ -144,6 +145,46 @@ def test_the_sweep_is_wide() -> None:
 @swept
 def test_exact_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Layout) -> None:
     assert_same(run(name, layout, NATIVE), alone(name, NATIVE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("divisible", Layout(tp=6, dp=2)),
+        ("divisible", Layout(pp=2, tp=4, cp=2)),
+        ("divisible-moe", Layout(tp=4, dp=2, ep=2, moe_dp=2)),
+        ("divisible-moe", Layout(tp=6, cp=2, ep=3, experts="all_to_all")),
+    ],
+)
+def test_bfloat16_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Layout) -> None:
+    assert_same(run(name, layout, NATIVE, "bf16"), alone(name, NATIVE, "bf16"))
+
+
+@pytest.mark.slow
+def test_stages_may_have_unequal_numbers_of_layers() -> None:
+    layout = Layout(pp=2, tp=2, layers=(2, 1))
+    assert_same(run(DENSE, layout, NATIVE), alone(DENSE, NATIVE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama-one-kv-head", Layout(tp=4)),  # copied to all
+        ("llama-one-kv-head", Layout(pp=2, tp=4, cp=2, dp=2)),
+        ("divisible", Layout(tp=8, dp=2)),  # shares of an MLP are not equal
+        ("qwen3-moe", Layout(tp=4, dp=2, ep=2)),
+        ("qwen3-moe", Layout(tp=6, dp=6, ep=2, experts="all_to_all")),  # experts in 3 parts
+        ("mixtral", Layout(tp=4, cp=4, ep=4)),
+    ],
+)
+def test_fast_numerics_take_layouts_that_do_not_divide_the_blocks(
+    name: str, layout: Layout
+) -> None:
+    fast = msgspec.structs.replace(layout, numerics="fast")
+    assert_near(run(name, fast, NATIVE), alone(name, NATIVE), 1e-3)
+    assert_near(run(name, fast, WIDE), alone(name, WIDE), 1e-9)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The default model, whole: against transformers on the same dequantised weights, in float32."""
 
+import functools
 import pathlib
 import time
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
 from aserve.models.registry import Model, load_model
 from aserve.models.weights.gguf import GgufSource
 from aserve.tensor.ops import open_ops
@@ -15,6 +18,7 @@ from aserve.text.gguf_file import open_gguf
 from aserve.text.tokenizer import load_tokenizer
 from tests.models.families import oracle_logits
 from tests.models.paged import Paged
+from tests.models.ranks import Logits, logits_of, mixed_script
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +99,35 @@ def test_weights_are_in_memory_once_and_load_fast(smollm2_path: pathlib.Path) ->
     parameters = 134_515_008
     assert model.nbytes < parameters * 2 * 1.02
     assert seconds < 15, "about one on an idle machine"
+
+
+LAYOUTS = {
+    "tp 3": Layout(tp=3),
+    "pp 2": Layout(pp=2),
+    "pp 3": Layout(pp=3),
+    "pp 2 x tp 3": Layout(pp=2, tp=3),
+    "dp 3": Layout(tp=3, dp=3),
+    "cp 3": Layout(tp=3, cp=3),
+    "cp 3, zigzag": Layout(tp=3, cp=3, cp_split="zigzag"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exact_logits_of_every_layout_are_those_of_one_rank(
+    smollm2_path: pathlib.Path, name: str
+) -> None:
+    layout, script = LAYOUTS[name], mixed_script(more=64)
+    ops = open_ops("native", 2)
+
+    def load(rank: int) -> Model:
+        return load_model(smollm2_path, ops=ops, layout=layout, rank=rank)
+
+    got, wanted = logits_of(Grid(layout), load, script), _of_one_rank(smollm2_path)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+@functools.cache
+def _of_one_rank(path: pathlib.Path) -> Logits:
+    model = load_model(path, ops=open_ops("native", 2))
+    return logits_of(Grid(Layout()), lambda rank: model, mixed_script(more=64))
