@@ -29,6 +29,7 @@ SETUPS_MAX = 4
 # Beside plans or reports a direction carries at most: setups and one question, an end; or a ready,
 # an answer, a bye.
 CONTROLS_MAX = SETUPS_MAX + 2
+LEAVE_S = 2.0  # for the followers to leave after the leader's end
 
 SendDown: TypeAlias = Callable[[Down, Collection[int]], None]
 SendUp: TypeAlias = Callable[[Up], None]
@@ -40,6 +41,7 @@ class Reports(trio.abc.ReceiveChannel[StepReport]):
     def __init__(self, reports_max: int) -> None:
         self._sender, self._receiver = trio.open_memory_channel[StepReport](reports_max)
         self._error: Callable[[], PlaneError] | None = None
+        self._ended = False
 
     async def receive(self) -> StepReport:
         """Raises RankDied once a rank is gone and what came before is received; from then on
@@ -52,14 +54,15 @@ class Reports(trio.abc.ReceiveChannel[StepReport]):
             raise
 
     def add(self, report: StepReport) -> None:
-        if self._error is None:
+        """What comes after the end is nobody's news."""
+        if not self._ended:
             self._sender.send_nowait(report)
 
     def end(self, error: Callable[[], PlaneError] | None) -> None:
-        """No more reports; only the first error counts."""
-        if self._error is None:
-            self._error = error
-        self._sender.close()
+        """No more reports; only the first end counts."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._sender.close()
 
     async def aclose(self) -> None:
         self._receiver.close()
@@ -157,6 +160,11 @@ class LeaderEnd:
         if not self._closed:
             self.reports.end(lambda: RankDied(rank, why))
         self._tell()
+
+    def check(self) -> None:
+        """Raises RankDied if a rank is gone."""
+        for rank, why in self._gone.items():
+            raise RankDied(rank, why)
 
     def close(self) -> None:
         """There are no more plans: the followers' end too."""
