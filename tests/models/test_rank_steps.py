@@ -1,0 +1,181 @@
+"""What a rank does around the model: plans, moves of KV, who draws, and who is called at all."""
+
+import functools
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
+from aserve.core.message import Admit, Batch, Commit, Rows, Sampling, StepPlan, StepReport
+from aserve.core.replica import KvMove
+from aserve.models.registry import load_model
+from aserve.planes.layer import open_thread_planes
+from aserve.runner.kv_store import KvStore
+from aserve.runner.runner import Runner
+from aserve.tensor.ops import open_ops
+from aserve.tensor.sampler import open_sampler
+from aserve.text.tokenizer import load_tokenizer
+from tests.models.families import saved
+
+PAGE_SIZE, PAGES = 4, 8
+NO_TOKENIZER: Any = None
+
+
+class Ranks:
+    """Runners of every rank of one stage, stepped together."""
+
+    def __init__(self, layout: Layout, folder: pathlib.Path, tokenizer: Any = NO_TOKENIZER) -> None:
+        self.grid = Grid(layout)
+        ops = open_ops("native", 1)
+        planes = open_thread_planes(self.grid, limit_s=20.0)
+        self.kv: list[KvStore] = []
+        self.runners: list[Runner] = []
+        for rank in range(self.grid.world):
+            model = load_model(folder, ops=ops, layout=layout, rank=rank)
+            self.kv.append(KvStore(model.regions(), PAGE_SIZE, PAGES))
+            sampler = open_sampler("native", ops.team)  # type: ignore[attr-defined]
+            self.runners.append(Runner(model, self.kv[-1], sampler, tokenizer, planes[rank]))
+
+    def step(self, plan: StepPlan) -> list[StepReport]:
+        def run(runner: Runner) -> StepReport:
+            return runner.report(plan, runner.forward(runner.apply(plan), None))
+
+        with ThreadPoolExecutor(len(self.runners)) as pool:
+            return list(pool.map(run, self.runners))
+
+
+def plan(
+    step: int,
+    *batches: tuple[Rows, ...],
+    admits: tuple[Admit, ...] = (),
+    commits: tuple[Commit, ...] = (),
+    drops: tuple[int, ...] = (),
+) -> StepPlan:
+    return StepPlan(step, 0, commits, drops, (), admits, tuple(map(Batch, batches)), ())
+
+
+def greedy(**more: Any) -> Sampling:
+    return Sampling(temperature=0.0, **more)
+
+
+def two_steps(groups: int, sampling: Sampling) -> tuple[StepPlan, Any]:
+    """A prompt of five tokens in the last group; then, given the draw, its first decode row."""
+    nobody: tuple[tuple[Rows, ...], ...] = ((),) * (groups - 1)
+    prompt = (5, 6, 7, 8, 9)
+    first = plan(
+        0,
+        *nobody,
+        (Rows(1, 0, prompt, (), True, (3, 1)),),
+        admits=(Admit(1, prompt, 5, 0, (), sampling),),
+    )
+
+    def second(token: int) -> StepPlan:
+        rows = Rows(1, 5, (token,), (), True, ())
+        return plan(1, *nobody, (rows,), commits=(Commit(1, (0, 1, 2, 3, 4), (token,), False),))
+
+    return first, second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), Layout(tp=2, dp=2), Layout(tp=4, dp=2, cp=2)]
+)
+def test_the_leader_of_a_group_alone_reports_its_results(layout: Layout) -> None:
+    ranks = Ranks(layout, saved("llama")[0])
+    first, second = two_steps(layout.dp, greedy(prompt_logprobs=1, logprobs=2))
+    reports = ranks.step(first)
+    leader = ranks.grid.leader(layout.dp - 1)
+    assert [report.rank for report in reports] == list(range(ranks.grid.world))
+    assert len({report.digest for report in reports}) == 1
+    assert [len(report.results) for report in reports] == [
+        int(rank == leader) for rank in range(ranks.grid.world)
+    ]
+    (result,) = reports[leader].results
+    assert result.seq == 1
+    assert [told.token for told in result.prompt_logprobs] == [6, 7, 8, 9]
+    later = ranks.step(second(result.tokens[0]))
+    expected = _of_one_rank()
+    assert (result, later[leader].results) == expected
+
+
+@functools.cache
+def _of_one_rank() -> tuple[Any, Any]:
+    alone = Ranks(Layout(), saved("llama")[0])
+    first, second = two_steps(1, greedy(prompt_logprobs=1, logprobs=2))
+    (result,) = alone.step(first)[0].results
+    return result, alone.step(second(result.tokens[0]))[0].results
+
+
+def test_a_stage_without_rows_calls_nobody() -> None:
+    """Rank 0 of two returns although rank 1 is not there."""
+    runner = Ranks(Layout(pp=2, tp=2), saved("llama")[0]).runners[0]
+    outward = runner.forward(runner.apply(plan(0, ())), None)
+    assert outward.results == ()
+    assert outward.bundle["hidden"].shape == (0, 64)
+
+
+def test_a_stage_says_what_it_takes_from_the_one_before() -> None:
+    ranks = Ranks(Layout(pp=2, tp=2, cp=2), saved("llama")[0])
+    first, _ = two_steps(1, greedy())
+    inward = [runner.apply(first).inward for runner in ranks.runners]
+    assert inward[:2] == [{}, {}]
+    shapes = [{"hidden": ((n_rows, 64), torch.float32)} for n_rows in (3, 2)]
+    assert inward[2:] == shapes, "five rows over two ranks"
+
+
+def test_kv_moves_in_every_layer_of_the_own_group_before_the_rows() -> None:
+    ranks = Ranks(Layout(tp=2, dp=2), saved("llama")[0])
+    for store in ranks.kv:
+        for layer, pool in enumerate(store.layers):
+            slots = torch.arange(PAGES * PAGE_SIZE, dtype=torch.float32) + 100 * layer
+            pool.k_PSHD.copy_(slots.view(PAGES, PAGE_SIZE, 1, 1).expand_as(pool.k_PSHD))
+            pool.v_PSHD.copy_(-pool.k_PSHD)
+    moves = (KvMove(1, 0, (5, 6), (4, 5)), KvMove(2, 1, (9,), (3,)), KvMove(3, 0, (20,), (30,)))
+    for runner in ranks.runners:
+        runner.forward(runner.work(0, (), moves), None)
+    expected = ({4: 5, 5: 6, 30: 20}, {3: 9})
+    for store, moved in zip(ranks.kv, expected, strict=True):
+        for layer, pool in enumerate(store.layers):
+            k = pool.k_PSHD.reshape(PAGES * PAGE_SIZE, -1)[:, 0] - 100 * layer
+            wanted = [moved.get(slot, slot) for slot in range(PAGES * PAGE_SIZE)]
+            assert k.tolist() == wanted
+            assert torch.equal(pool.v_PSHD, -pool.k_PSHD)
+
+
+def test_a_tree_of_rows_is_refused() -> None:
+    runner = Ranks(Layout(), saved("llama")[0]).runners[0]
+    first, second = two_steps(1, greedy())
+    runner.forward(runner.apply(first), None)
+    tree = Rows(1, 5, (9, 10, 11), (-1, 0, 0), True, ())
+    bad = second(9)
+    bad = plan(1, (tree,), commits=bad.commits)
+    with pytest.raises(AssertionError, match="trees of rows"):
+        runner.apply(bad)
+
+
+def test_only_a_leader_compiles_grammars(
+    tiny_model_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aserve.core.config import Limits
+    from aserve.core.request import StructuredOutput
+    from aserve.text import grammar
+
+    compiled: list[int] = []
+    compile_grammar = grammar.compile
+    monkeypatch.setattr(
+        grammar,
+        "compile",
+        lambda *args, **kwargs: compiled.append(1) or compile_grammar(*args, **kwargs),
+    )
+    ranks = Ranks(Layout(tp=2), tiny_model_path, load_tokenizer(tiny_model_path))
+    checked = grammar.check(StructuredOutput(regex="[0-9]{3}"), Limits())
+    first, _ = two_steps(1, greedy(grammar=checked))
+    reports = ranks.step(first)
+    (result,) = reports[0].results
+    assert result.error is None
+    assert reports[1].results == ()
+    assert len(compiled) == 1
