@@ -15,6 +15,7 @@ from aserve.core.layout import Grid
 from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
 from aserve.models.registry import Model, check_layout, load_model, load_spec
+from aserve.models.spec import ModelSpec
 from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
 from aserve.runner.runner import Runner
 from aserve.tensor.collective import LayerPlane
@@ -79,7 +80,7 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
         vocab_size=spec.vocab,
         tokenizer=tokenizer,
     )
-    return known, str(path)
+    return known, os.path.abspath(path)
 
 
 class RankModel:
@@ -88,6 +89,7 @@ class RankModel:
     def __init__(self, model: Model, sampler: Sampler, page_size: int, pages: int) -> None:
         self.pages = pages  # that this rank has room for
         self.n_layers = model.spec.layers
+        self.fingerprint = fingerprint(model.spec)
         self._model = model
         self._sampler = sampler
         self._page_size = page_size
@@ -96,6 +98,14 @@ class RankModel:
         """A runner with empty KV pools."""
         kv = KvStore(self._model.regions(), self._page_size, pages_total)
         return Runner(self._model, kv, self._sampler, tokenizer, plane)
+
+
+def fingerprint(spec: ModelSpec) -> str:
+    """What must be equal on every rank, for people to compare."""
+    return (
+        f"{spec.arch}, {spec.layers} layers of {spec.hidden}, {spec.heads}/{spec.kv_heads} heads "
+        f"of {spec.head_dim}, vocabulary {spec.vocab}, {str(spec.dtype).removeprefix('torch.')}"
+    )
 
 
 class Share(NamedTuple):

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from aserve.actors.here import open_here
 from aserve.actors.loading import Progress
 from aserve.actors.placement import Placement, live_of
+from aserve.actors.processes import open_processes
 from aserve.core.config import Config
 
 
@@ -13,4 +14,6 @@ def open_placement(
 ) -> AbstractAsyncContextManager[Placement]:
     """Load what outlives a restart of the ranks. Raises ModelError, ConfigError on entering."""
     live = live_of(config)
+    if live == "process":
+        return open_processes(config, progress)
     return open_here(config, progress, inline=live == "inline")

@@ -82,18 +82,22 @@ class Words:
 def _follow(summons: Summons, words: BinaryIO) -> int:
     # Imported late: they bring torch, for seconds in which the leader may die.
     from aserve.actors.following import follow_once
-    from aserve.errors import AserveError
+    from aserve.errors import AserveError, PeerError
 
     async def run() -> None:
         await follow_once(summons, Words(words))
 
+    # Told to the leader as our last word, and here to whoever reads what it does not pass on.
+    failures: list[Exception] = []
     try:
         trio.run(run)
+    except* PeerError:
+        pass  # the leader is gone, or refused us: it knows
     except* (AserveError, OSError) as group:
-        # Told to the leader as our last word; here only if nobody was there to hear it.
-        sys.stderr.write(f"aserve: rank {summons.rank}: {group.exceptions[0]}\n")
-        return FAILED
-    return 0
+        failures += group.exceptions
+    for failure in failures:
+        sys.stderr.write(f"aserve: rank {summons.rank}: {failure}\n")
+    return FAILED if failures else 0
 
 
 if __name__ == "__main__":

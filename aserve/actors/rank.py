@@ -8,6 +8,8 @@ import trio
 
 from aserve.core.message import RankState, StepPlan, StepReport
 
+IDLE = "waiting for a plan"
+
 Work = TypeVar("Work")
 Outward = TypeVar("Outward")
 
@@ -71,7 +73,7 @@ async def run_rank(
 ) -> None:
     """Obey plans until there are no more."""
     watch = watch or Watch()
-    watch.now("waiting for a plan")
+    watch.now(IDLE)
     reported_at = trio.current_time()
     async for plan in plane.plans:
         watch.step = plan.step
@@ -92,7 +94,7 @@ async def run_rank(
         watch.waited_micros = round(waited_s * 1e6)
         await plane.report(msgspec.structs.replace(report, waited_micros=watch.waited_micros))
         reported_at = trio.current_time()
-        watch.now("waiting for a plan")
+        watch.now(IDLE)
     await trio.lowlevel.checkpoint()
 
 
