@@ -125,6 +125,7 @@ class TorchEnd:
         for thread in (self._reader, self._writer):
             if thread is not None:
                 thread.close()
+        self._previous = self._next = None  # the connections go with the last who knows them
 
 
 class _Fetch:
@@ -218,6 +219,8 @@ async def open_torch_hidden(
     previous = None if seat.previous is None else groups[seat.previous]
     following = None if seat.next is None else groups[seat.next]
     end = TorchEnd(seat, previous, following, Waits(limit_s), in_flight_max)
+    groups.clear()
+    del previous, following
     try:
         yield end
         if end.has_next:

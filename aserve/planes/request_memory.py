@@ -8,8 +8,9 @@ from typing import TypeAlias
 import trio
 
 from aserve.core.codec import Down, Up, decode_down, decode_up, encode_down, encode_up
+from aserve.core.message import End
 from aserve.errors import PeerError
-from aserve.planes.request import CONTROLS_MAX, FollowerEnd, LeaderEnd, last_words
+from aserve.planes.request import CONTROLS_MAX, LEAVE_S, FollowerEnd, LeaderEnd, last_words
 from aserve.wire.address import Memory
 from aserve.wire.hello import LEADER
 from aserve.wire.link import Hop, Link
@@ -25,7 +26,8 @@ async def open_request_plane(
     """A leader's end and one for each rank; at most `in_flight_max` plans await their reports.
 
     `encoded` sends everything through the codec. `link` is awaited before each delivery, in a task
-    a direction. When the block ends, so do the followers' plans.
+    a direction. When the block ends, so do the followers' plans; what is still on a link then is
+    delivered first, unless that takes longer than a follower is given to leave.
     """
     async with ServiceNursery() as nursery:
         plane = _MemoryPlane(world, in_flight_max, encoded)
@@ -33,6 +35,8 @@ async def open_request_plane(
             plane.insert(link, nursery)
         try:
             yield plane.leader, plane.followers
+            plane.leader.close()
+            await plane.wait_told(LEAVE_S)
         except BaseException as error:
             for follower in plane.followers:
                 follower.leader_lost(last_words(error))
@@ -93,13 +97,19 @@ class _MemoryPlane:
             message = decode_up(encode_up(message), f"rank {rank}")
         self._lines[_up(rank)](message)
 
+    async def wait_told(self, limit_s: float) -> None:
+        """Until every follower has heard of the end, at most `limit_s`."""
+        with trio.move_on_after(limit_s):
+            for follower in self.followers:
+                await follower.wait_closed()
+
     def close(self) -> None:
         """What is still on a link is lost, but for the end."""
-        for rank, follower in enumerate(self.followers):
-            self._lines[_down(rank)] = follower.take
-        self.leader.close()
         for hop in self._lines:
             self._lines[hop] = _lose
+        self.leader.close()
+        for follower in self.followers:
+            follower.take(End())
 
 
 def _down(rank: int) -> Hop:

@@ -17,7 +17,7 @@ from aserve.core.codec import (
     encode_up,
 )
 from aserve.errors import PeerError
-from aserve.planes.request import CONTROLS_MAX, FollowerEnd, LeaderEnd
+from aserve.planes.request import CONTROLS_MAX, LEAVE_S, FollowerEnd, LeaderEnd
 from aserve.planes.terms import Terms
 from aserve.wire.address import Address
 from aserve.wire.connection import Connection, connect
@@ -28,7 +28,6 @@ from aserve.wire.nursery import ServiceNursery
 
 ROLE = "request"
 LAST_WORDS_S = 1.0  # for an end's own last message to get out
-LEAVE_S = 2.0  # for the followers to leave after the leader's end
 SILENT = "its connection ended without a word"
 
 
