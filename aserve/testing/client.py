@@ -70,15 +70,11 @@ class LegibleChoice:
         who = f"sequence {self.seq}"
         tokens, reason = self.expected()
         got, logprobs = tuple(self.tokens), tuple(self.logprobs)
-        if aborted and self.finish_reason == "abort":
-            tokens = tokens[: len(got)]
-        else:
-            laws.require(
-                Law.END,
-                self.finish_reason == reason,
-                f"{who} ended with {self.finish_reason} ({self.error}), due was {reason}",
-            )
-        laws.require(Law.TEXT, got == tokens, f"{who} said {got}, due was {tokens}")
+        is_cut = aborted and self.finish_reason == "abort"
+        due_tokens = tokens[: len(got)] if is_cut else tokens
+        laws.require(Law.TEXT, got == due_tokens, f"{who} said {got}, due was {due_tokens}")
+        end = f"{who} ended with {self.finish_reason} ({self.error}), due was {reason}"
+        laws.require(Law.END, is_cut or self.finish_reason == reason, end)
         due = self._said.logprobs[: len(got)]
         laws.require(Law.LOGPROBS, logprobs == due, f"{who} sent {logprobs}, due were {due}")
         if got or self.finish_reason not in ("abort", "error"):
