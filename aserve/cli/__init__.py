@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "measure a server, the kernels or the planner",
     "features": "print which features stack",
     "doctor": "say what every rank of a running server is at",
+    "sim": "run seeded simulations of whole deployments, with faults",
     "check": "say whether a configuration would be accepted",
 }
 
