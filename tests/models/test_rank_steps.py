@@ -19,9 +19,9 @@ from aserve.runner.runner import Runner
 from aserve.tensor.ops import open_ops
 from aserve.tensor.sampler import open_sampler
 from aserve.text.tokenizer import load_tokenizer
-from tests.models.families import saved
+from tests.models.families import prompt, saved
 
-PAGE_SIZE, PAGES = 4, 8
+PAGE_SIZE, PAGES = 4, 64
 NO_TOKENIZER: Any = None
 
 
@@ -108,6 +108,48 @@ def _of_one_rank() -> tuple[Any, Any]:
     first, second = two_steps(1, greedy(prompt_logprobs=1, logprobs=2))
     (result,) = alone.step(first)[0].results
     return result, alone.step(second(result.tokens[0]))[0].results
+
+
+def prompts_told(layout: Layout) -> dict[int, Any]:
+    """Results of a step in which three sequences want logprobs of their prompts, one does not."""
+    lengths, groups = {1: 70, 2: 9, 3: 80, 4: 30}, [[] for _ in range(layout.dp)]  # type: ignore[var-annotated]
+    admits, page = [], 0
+    for seq, length in lengths.items():
+        tokens = tuple(prompt(length, seed=seq))
+        pages = tuple(range(page, page := page - (-length // PAGE_SIZE)))
+        wanted = -1 if seq == 2 else seq % 3
+        admits.append(Admit(seq, tokens, length, 0, (), greedy(prompt_logprobs=wanted)))
+        rows = Rows(seq, 0, tokens, (), True, pages)
+        groups[seq % layout.dp].append(rows)
+    reports = Ranks(layout, saved("llama")[0]).step(
+        plan(0, *map(tuple, groups), admits=tuple(admits))
+    )
+    results = {result.seq: result for report in reports for result in report.results}
+    assert {seq: len(result.prompt_logprobs) for seq, result in results.items()} == {
+        seq: 0 if seq == 2 else length - 1 for seq, length in lengths.items()
+    }
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(tp=2, dp=2),
+        Layout(tp=2, cp=2, cp_split="zigzag"),
+        Layout(tp=4, dp=2, cp=2),
+        Layout(tp=4, dp=4),
+    ],
+)
+def test_prompt_logprobs_are_told_however_many_rounds_they_take(layout: Layout) -> None:
+    """177 rows are more than go through the head at once, and rounds do not end with sequences."""
+    assert prompts_told(layout) == _told_by_one_rank()
+
+
+@functools.cache
+def _told_by_one_rank() -> dict[int, Any]:
+    return prompts_told(Layout())
 
 
 def test_a_stage_without_rows_calls_nobody() -> None:
