@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from aserve.core.group import Group
 from aserve.core.radix import Node
+from aserve.core.request import Request
 from aserve.core.sequence import Phase, Sequence
+from aserve.errors import RequestError
 
 FUTURE_LEN_MAX = 4096  # what a request may still generate counts up to here
 RATIO_ONE = 1 << 20  # ratios are integers over this
@@ -153,3 +155,26 @@ def still_waits(groups: Iterable[Group], sequence: Sequence) -> bool:
             return True
     sequence.waits_for = None
     return False
+
+
+def refuse_misfit(request: Request, context_len: int, len_max: int) -> None:
+    """Raises RequestError for what is malformed or can never fit; `len_max` tokens fit the pool."""
+    prompt_len, max_tokens = len(request.tokens), request.max_tokens
+    if not prompt_len:
+        raise RequestError("the prompt is empty; it needs at least 1 token", param="prompt")
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens is {max_tokens}, at least 1", param="max_tokens")
+    if prompt_len + max_tokens > context_len:
+        raise RequestError(
+            f"the context is {context_len} tokens; {prompt_len} in the prompt and "
+            f"{max_tokens} to generate are {prompt_len + max_tokens}",
+            code="context_length_exceeded",
+            param="max_tokens" if prompt_len < context_len else "prompt",
+        )
+    if prompt_len + max_tokens > len_max:
+        raise RequestError(
+            f"the KV cache holds {len_max - 1} tokens of one request; "
+            f"{prompt_len} in the prompt and {max_tokens} to generate can never fit",
+            status=413,
+            code="kv_cache_exceeded",
+        )

@@ -11,6 +11,7 @@ from aserve.core.group import Group
 from aserve.core.lane import Composition, Lane
 from aserve.core.outbox import Outbox
 from aserve.core.sequence import NO_MICROBATCH, Phase, Sequence
+from aserve.core.sizer import ChunkSizer
 from aserve.core.tree import cut
 
 SCAN_MAX = 64  # waiting sequences passed over in one step because others compute what they need
@@ -34,12 +35,14 @@ class Composer:
         schedule: Schedule,
         outbox: Outbox,
         draft_max: int,
+        sizer: ChunkSizer,
     ) -> None:
         page_size = groups[0].page_size
         self.groups = groups
         self.in_flight_max = in_flight_max
         self.outbox = outbox
         self.draft_max = draft_max
+        self.sizer = sizer
         self.rows_max = schedule.step_tokens // len(groups)  # of one group in one step
         assert self.rows_max >= page_size, (schedule.step_tokens, len(groups), page_size)
         running_max = max(1, schedule.running_max // len(groups))  # of one group
@@ -73,6 +76,8 @@ class Composer:
         for lane in lanes:
             if lane.cell:
                 self._add_decodes(lane)
+            if self.sizer.cost is not None:
+                lane.share_left = self.sizer.share_beside(lane.rows)
             if lane.group.prefilling:
                 self._add_chunks(lane, microbatch)
         if len(self.queue):
@@ -189,13 +194,13 @@ class Composer:
             if sequence.seq in group.yielding:
                 continue
             work_len = len(sequence.tokens) - sequence.kv_len
-            n_rows = self._chunk_len(lane, work_len, sequence.kv_len)
+            n_rows = self._chunk_len(lane, sequence, sequence.kv_len)
             if not n_rows:
                 break
             if n_rows < work_len:
-                lane.add(sequence, n_rows, ())
+                self._add_chunk(lane, sequence, n_rows, ())
             elif len(lane.cell) < min(share, self.cell_max):
-                lane.add(sequence, n_rows, ())
+                self._add_chunk(lane, sequence, n_rows, ())
                 del group.prefilling[sequence.seq]
                 self._join(sequence, lane, microbatch)
             # Else it joins another microbatch, one with fewer than its share.
@@ -205,12 +210,34 @@ class Composer:
         sequence.microbatch = microbatch
         lane.cell.append(sequence)
 
-    def _chunk_len(self, lane: Lane, work_len: int, start: int) -> int:
+    def _add_chunk(
+        self, lane: Lane, sequence: Sequence, n_rows: int, pages: tuple[int, ...]
+    ) -> None:
+        lane.n_chunks += 1
+        if self.sizer.cost is not None:
+            lane.share_left -= self.sizer.share(sequence.chunk_base, sequence.kv_len, n_rows)
+        lane.add(sequence, n_rows, pages)
+
+    def _chunk_len(self, lane: Lane, sequence: Sequence, start: int) -> int:
         """All of the work if the budget allows, else up to the last page border within it."""
-        if work_len <= lane.rows_left:
+        rows = lane.rows_left
+        if self.sizer.cost is not None:
+            timed = self.sizer.rows(self._chunk_base(sequence, start), start, lane.share_left)
+            if not lane.n_chunks:  # however long decodes take, the first chunk goes on
+                timed = max(timed, lane.group.page_size)
+            rows = min(rows, timed)
+        work_len = len(sequence.tokens) - start
+        if work_len <= rows:
             return work_len
-        end = start + lane.rows_left
+        end = start + rows
         return max(0, end - end % lane.group.page_size - start)
+
+    def _chunk_base(self, sequence: Sequence, start: int) -> int:
+        """The length of a prompt's first chunk; settled when it begins."""
+        if sequence.phase == Phase.WAITING and sequence.chunk_from != start:
+            sequence.chunk_base = self.sizer.base(start, len(sequence.tokens))
+            sequence.chunk_from = start
+        return sequence.chunk_base
 
     def _add_waiting(self, composition: Composition) -> None:
         n_passed_over = 0
@@ -255,7 +282,7 @@ class Composer:
                 return Verdict.WAITS
             start = hit_pages * group.page_size
             work_len = len(sequence.tokens) - start
-            n_rows = self._chunk_len(lane, work_len, start)
+            n_rows = self._chunk_len(lane, sequence, start)
             if n_rows == work_len and not self._has_share(lane, sequence, len(composition.admits)):
                 continue
             # A lock walks the whole path, so who waits for memory is refused before it if possible.
@@ -302,4 +329,4 @@ class Composer:
             self._join(sequence, lane, composition.microbatch)
         else:
             group.prefilling[sequence.seq] = sequence
-        lane.add(sequence, n_rows, tuple(sequence.pages[hit_pages:]))
+        self._add_chunk(lane, sequence, n_rows, tuple(sequence.pages[hit_pages:]))

@@ -76,6 +76,15 @@ class Group:
             self.promising[sequence.seq] = sequence
         return node.depth
 
+    def lend(self, sequence: Sequence, n_rows: int) -> None:
+        """Give pages to a sequence that is over already, until its rows landed; cache nothing."""
+        self.lock(sequence, None)
+        sequence.group = self.index
+        sequence.spoiled = True
+        for _ in range(self.pages_for(n_rows)):
+            self.grow(sequence)
+        self.leaving[sequence.seq] = sequence
+
     def grow(self, sequence: Sequence) -> int:
         """One more page at the end of its page table, evicting if none is free."""
         if not self.pool.n_free:

@@ -20,6 +20,8 @@ class Lane:
         self.numbers: list[int] = []  # for the digest
         self.n_decode = 0
         self.pages_reserved = -1  # for the group's running sequences; counted when first needed
+        self.n_chunks = 0
+        self.share_left = 1.0  # of the step's time, for chunks, when their cost is known
         self.short = False  # somebody goes without rows, or went altogether, for want of pages
 
     def add(self, sequence: Sequence, n_rows: int, pages: tuple[int, ...]) -> None:

@@ -10,12 +10,19 @@ from aserve.errors import Desync
 class Flight:
     """A plan in flight: what it moved, and the ranks whose reports are missing."""
 
-    __slots__ = ("digest", "micros", "missing", "plan", "sequences")
+    __slots__ = ("digest", "load", "micros", "missing", "plan", "sequences")
 
-    def __init__(self, plan: StepPlan, digest: int, sequences: list[list[Sequence]]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        digest: int,
+        sequences: list[list[Sequence]],
+        load: tuple[float, float] | None,
+    ) -> None:
         self.plan = plan
         self.digest = digest
         self.sequences = sequences  # by group, in the order of the plan's rows
+        self.load = load  # what it asks of the first stage, for the chunk sizer
         self.missing: dict[int, None] = {}  # ranks, in order
         self.micros = 0  # of the slowest rank of the first stage
 

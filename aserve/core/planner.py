@@ -5,6 +5,8 @@ Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 
 import msgspec
 
+from aserve.core.admission import refuse_misfit
+from aserve.core.chunk import Bounds
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
 from aserve.core.group import Group
@@ -13,10 +15,12 @@ from aserve.core.layout import Grid
 from aserve.core.merge import Flight, Flights
 from aserve.core.message import Result, Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
+from aserve.core.profile import compose_profile
 from aserve.core.replica import fold
 from aserve.core.request import FinishReason, Output, Request
 from aserve.core.sequence import Phase, Sequence
-from aserve.core.status import PageLedger, PlannerState
+from aserve.core.sizer import ChunkSizer, profile_lengths
+from aserve.core.status import PlannerState, ledger
 from aserve.core.status import PlannerStatistics as PlannerStatistics
 from aserve.core.verdict import land, objection, settle
 from aserve.errors import Desync, RequestError
@@ -37,6 +41,7 @@ class Planner:
 
     A caller loops: `plan()` until it gives None, hand each plan to all ranks, hand each rank's
     report to `report()`. `draft_max` rows of a tree are planned beyond its root; 0: no drafts.
+    With dynamic chunks the first plans profile the first stage, with tokens below `vocab_size`.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Planner:
         context_len: int,
         layout: Layout = Layout(),  # noqa: B008
         draft_max: int = 0,
+        vocab_size: int = 1,
     ) -> None:
         assert min(context_len, cache.page_size) >= 1
         assert min(draft_max, schedule.overlap) >= 0
@@ -61,8 +67,10 @@ class Planner:
             for index in range(grid.dp)
         ]
         self._outbox = Outbox(self._in_flight_max)
+        self._sizer = self._open_sizer(schedule, grid)
+        self._vocab_size = vocab_size
         self._composer = Composer(
-            self._groups, self._in_flight_max, schedule, self._outbox, draft_max
+            self._groups, self._in_flight_max, schedule, self._outbox, draft_max, self._sizer
         )
         self._flights = Flights(grid)
         self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
@@ -72,6 +80,14 @@ class Planner:
         self._prefix_query_len = 0
         self._prefix_hit_len = 0
         self._begin()
+
+    def _open_sizer(self, schedule: Schedule, grid: Grid) -> ChunkSizer:
+        cache, base = self._cache, schedule.step_tokens // grid.dp
+        lengths: list[int] = []
+        if schedule.dynamic_chunks and grid.pp > 1:
+            pool_len = cache.pages_total * cache.page_size
+            lengths = profile_lengths(base, self._context_len, pool_len)
+        return ChunkSizer(Bounds(cache.page_size, self._context_len, base), grid.pp, lengths)
 
     def _begin(self) -> None:
         """The ranks are new."""
@@ -112,6 +128,11 @@ class Planner:
         """How many more sequences `add` takes before it answers 429."""
         return max(0, self._waiting_max - len(self._composer.queue))
 
+    @property
+    def profiling(self) -> bool:
+        """Whether requests wait for the profile of the first stage."""
+        return self._sizer.profile_len > 0
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
@@ -120,7 +141,7 @@ class Planner:
         """
         assert request.seq not in self._sequences, request.seq
         assert all(request.seq not in group.leaving for group in self._groups), request.seq
-        self._refuse_misfit(request)
+        refuse_misfit(request, self._context_len, self.request_len_max)
         if not self.waiting_free:
             n_waiting = len(self._composer.queue)
             raise RequestError(
@@ -135,27 +156,6 @@ class Planner:
         self._n_added += 1
         self._sequences[request.seq] = sequence
         self._composer.queue.append(sequence)
-
-    def _refuse_misfit(self, request: Request) -> None:
-        prompt_len, max_tokens = len(request.tokens), request.max_tokens
-        if not prompt_len:
-            raise RequestError("the prompt is empty; it needs at least 1 token", param="prompt")
-        if max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens}, at least 1", param="max_tokens")
-        if prompt_len + max_tokens > self._context_len:
-            raise RequestError(
-                f"the context is {self._context_len} tokens; {prompt_len} in the prompt and "
-                f"{max_tokens} to generate are {prompt_len + max_tokens}",
-                code="context_length_exceeded",
-                param="max_tokens" if prompt_len < self._context_len else "prompt",
-            )
-        if prompt_len + max_tokens > self.request_len_max:
-            raise RequestError(
-                f"the KV cache holds {self.request_len_max - 1} tokens of one request; "
-                f"{prompt_len} in the prompt and {max_tokens} to generate can never fit",
-                status=413,
-                code="kv_cache_exceeded",
-            )
 
     def finish(self, seq: int, reason: FinishReason) -> Output | None:
         """End a sequence from above (abort, a stop string), whatever it is doing; None: it is over.
@@ -187,6 +187,8 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do now, or too much is unanswered."""
+        if self._sizer.profile_len:
+            return self._plan_profile()
         while True:
             n_retractions = self._composer.n_retractions
             for offset in range(self._in_flight_max):
@@ -201,6 +203,19 @@ class Planner:
             # Who was retracted in vain may find a place in a microbatch that was asked before.
             if n_retractions == self._composer.n_retractions:
                 return None
+
+    def _plan_profile(self) -> StepPlan | None:
+        """The next step of the profile, alone in flight: nothing else is measured."""
+        if len(self._flights):
+            return None
+        n_rows = self._sizer.profile_len
+        seq = -1 - n_rows  # clients' are not negative
+        composition = compose_profile(
+            self._composer, self._microbatch, n_rows, seq, self._vocab_size
+        )
+        plan = self._emit(composition)
+        self.check()
+        return plan
 
     def _emit(self, composition: Composition) -> StepPlan:
         step, microbatch = self._step, composition.microbatch
@@ -221,12 +236,26 @@ class Planner:
         numbers = [step, microbatch, *drop_numbers, *composition.numbers()]
         self._digest = fold(self._digest, numbers)
         sequences = [lane.scheduled for lane in composition.lanes]
-        self._flights.depart(Flight(plan, self._digest, sequences))
+        self._flights.depart(Flight(plan, self._digest, sequences, self._load(composition)))
         self._busy[microbatch] = True
         self._step = step + 1
         self._microbatch = (microbatch + 1) % self._in_flight_max
-        self._n_rows += composition.n_rows
+        if not self._sizer.profile_len:
+            self._n_rows += composition.n_rows
         return plan
+
+    def _load(self, composition: Composition) -> tuple[float, float] | None:
+        """What the group with most to do does, if the step's time says something of chunks."""
+        if self._sizer.cost is None:
+            return None
+        loads = [self._sizer.load(lane.rows) for lane in composition.lanes if lane.n_chunks]
+        return max([load for load in loads if load is not None], default=None)
+
+    def _measure(self, flight: Flight) -> None:
+        if self._sizer.profile_len:
+            self._sizer.profiled(flight.micros)
+        elif flight.load is not None:
+            self._sizer.served(flight.load, flight.micros)
 
     def report(self, report: StepReport) -> tuple[Output, ...]:
         """What one rank says of a step: outputs of every sequence of which it has something to say.
@@ -247,6 +276,7 @@ class Planner:
         over = self._flights.count(flight, report)
         if over:
             self._busy[flight.plan.microbatch] = False
+            self._measure(flight)
             for scheduled in flight.sequences:
                 for sequence in scheduled:
                     sequence.in_flight -= 1
@@ -329,6 +359,7 @@ class Planner:
             rows=self._n_rows,
             requests=self._n_added,
             retractions=self._composer.n_retractions,
+            chunks_warning=self._sizer.warning,
         )
 
     def state(self) -> PlannerState:
@@ -345,18 +376,8 @@ class Planner:
             prefilling=tuple([len(group.prefilling) for group in groups]),
             leaving=tuple([len(group.leaving) for group in groups]),
             yielding=tuple([len(group.yielding) for group in groups]),
-            pages=tuple(
-                [
-                    PageLedger(
-                        group.pool.n_free,
-                        group.pool.n_owned,
-                        group.pool.n_cached,
-                        group.tree.n_evictable,
-                    )
-                    for group in groups
-                ]
-            ),
-            chunks="fixed",
+            pages=tuple([ledger(group) for group in groups]),
+            chunks=self._sizer.words(),
         )
 
     def check(self) -> None:

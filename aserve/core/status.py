@@ -2,6 +2,8 @@
 
 import msgspec
 
+from aserve.core.group import Group
+
 
 class PlannerStatistics(msgspec.Struct, frozen=True):
     """The state now, then counts since the start."""
@@ -44,6 +46,11 @@ class PageLedger(msgspec.Struct, frozen=True):
     owned: int
     cached: int
     evictable: int
+
+
+def ledger(group: Group) -> PageLedger:
+    pool = group.pool
+    return PageLedger(pool.n_free, pool.n_owned, pool.n_cached, group.tree.n_evictable)
 
 
 class PlannerState(msgspec.Struct, frozen=True):
