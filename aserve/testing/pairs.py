@@ -1,6 +1,7 @@
 """Pairs of real ends for `aserve.testing.channels`: each plane over each of its transports."""
 
 import itertools
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -22,12 +23,12 @@ from aserve.planes.request_memory import open_request_plane
 from aserve.planes.request_stream import open_follower, open_leader
 from aserve.planes.terms import Terms
 from aserve.testing.channels import Pair, PlannedDeath
+from aserve.testing.far_end import SECRET
 from aserve.wire.address import Address, parse_address
 from aserve.wire.link import Link
 
 LIMIT_S = 10.0
 IN_FLIGHT_MAX = 3
-SECRET = b"known to both of us"
 GRID = Grid(Layout(pp=2))
 # A stream's writer holds one message more, the kernel as many as its buffers have room for.
 STREAM_SLACK = 24
@@ -274,6 +275,11 @@ async def torch_hidden(*, limit_s: float = LIMIT_S) -> AsyncIterator[HiddenPair]
     )
     async with _both(sending, receiving, 0) as pair:
         yield pair
+
+
+def file_store(folder: str) -> dist.Store:
+    """For two processes that share a folder and nothing else."""
+    return dist.FileStore(os.path.join(folder, "store"), GRID.world)
 
 
 @asynccontextmanager

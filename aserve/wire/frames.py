@@ -44,6 +44,7 @@ class Frames(trio.abc.Channel[bytes]):
         try:
             await self.stream.send_all(data)
         except trio.BrokenResourceError as error:
+            self._half_sent = False
             raise self._lost(error) from error
         self._half_sent = False
 
