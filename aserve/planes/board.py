@@ -65,7 +65,7 @@ class Board:
         assert rank not in meeting.calls, f"rank {rank} is in a call already"
         other = self._different(call, meeting)
         if other is not None:
-            self.fail(signature.mismatch(*_in_rank_order(other, call.signature)))
+            self.fail(signature.mismatch(*in_rank_order(other, call.signature)))
             self.check()
         meeting.calls[rank] = call
         if meeting.missing:
@@ -107,7 +107,7 @@ class Board:
         return signature.last_seen(rank, self._last.get(rank), waiting)
 
 
-def _in_rank_order(first: Signature, second: Signature) -> tuple[Signature, Signature]:
+def in_rank_order(first: Signature, second: Signature) -> tuple[Signature, Signature]:
     return (first, second) if first.rank <= second.rank else (second, first)
 
 

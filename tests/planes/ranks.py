@@ -5,7 +5,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
+import torch.distributed as dist
 import trio
 import trio.testing
 
@@ -13,6 +15,8 @@ from aserve.core.layout import Grid
 from aserve.planes.inline import compute_inline, open_inline_planes
 from aserve.planes.layer import LayerEnd, open_thread_planes
 from aserve.planes.shared_memory import open_shared_memory_plane
+from aserve.planes.torch_exchange import Network
+from aserve.planes.torch_plane import open_torch_plane
 from aserve.testing.collectives import Case
 
 NUMBERS = itertools.count()
@@ -85,5 +89,19 @@ def run_shared_memory(case: Case) -> dict[int, BaseException | None]:
         return open_shared_memory_plane(name, grid, rank, limit_s=case.limit_s, half_bytes=64 << 10)
 
     planes = {rank: opened(rank) for rank in range(grid.world)}
+    with closing(planes):
+        return on_threads(grid, lambda rank: case.body(planes[rank], grid))
+
+
+def run_torch(check: Literal["step", "call"], case: Case) -> dict[int, BaseException | None]:
+    """On threads, each with sockets of its own."""
+    grid = Grid(case.layout)
+    network = Network(dist.HashStore(), "127.0.0.1")
+    planes: dict[int, LayerEnd] = {}
+
+    def opened(rank: int) -> None:
+        planes[rank] = open_torch_plane(grid, rank, network, limit_s=case.limit_s, check=check)
+
+    assert not any(on_threads(grid, opened).values())
     with closing(planes):
         return on_threads(grid, lambda rank: case.body(planes[rank], grid))
