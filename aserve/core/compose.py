@@ -189,7 +189,6 @@ class Composer:
     def _add_chunks(self, lane: Lane, microbatch: int) -> None:
         """The next chunks of prompts begun, also while their chunks before are in flight."""
         group = lane.group
-        share = -(-len(group.running) // self.in_flight_max)
         for sequence in list(group.prefilling.values()):
             if sequence.seq in group.yielding:
                 continue
@@ -199,11 +198,12 @@ class Composer:
                 break
             if n_rows < work_len:
                 self._add_chunk(lane, sequence, n_rows, ())
-            elif len(lane.cell) < min(share, self.cell_max):
+            elif self._has_share(lane, len(group.running)):
                 self._add_chunk(lane, sequence, n_rows, ())
                 del group.prefilling[sequence.seq]
                 self._join(sequence, lane, microbatch)
-            # Else it joins another microbatch, one with fewer than its share.
+            # Else it joins another microbatch: as long as one who runs is in none, one has less
+            # than its share.
 
     def _join(self, sequence: Sequence, lane: Lane, microbatch: int) -> None:
         """With its last chunk a sequence comes to a microbatch, and stays."""
@@ -283,7 +283,9 @@ class Composer:
             start = hit_pages * group.page_size
             work_len = len(sequence.tokens) - start
             n_rows = self._chunk_len(lane, sequence, start)
-            if n_rows == work_len and not self._has_share(lane, sequence, len(composition.admits)):
+            if n_rows == work_len and not self._has_share(
+                lane, self._n_expected(lane, sequence, composition)
+            ):
                 continue
             # A lock walks the whole path, so who waits for memory is refused before it if possible.
             if n_rows and self._fits(lane, sequence, hit_pages):
@@ -294,20 +296,31 @@ class Composer:
                 group.unlock(sequence)
         return Verdict.FULL
 
-    def _has_share(self, lane: Lane, sequence: Sequence, n_admitted: int) -> bool:
-        """Whether this microbatch may take a sequence that draws at once, rather than the next.
+    def _has_share(self, lane: Lane, n_expected: int) -> bool:
+        """Whether a sequence that draws may join this microbatch, rather than the next.
 
-        Microbatches fill evenly: each takes its share of those who run and of those like
-        `sequence`, first in the queue, for which there is room yet.
+        Microbatches fill evenly: of `n_expected` sequences of the group, each takes its share.
         """
-        if self.in_flight_max == 1:
-            return len(lane.cell) < self.cell_max
+        n_here = len(lane.cell)
+        if n_here >= self.cell_max:
+            return False
+        share, n_larger = divmod(n_expected, self.in_flight_max)
+        if n_here != share:
+            return n_here < share
+        index = lane.group.index
+        return sum([len(cells[index]) > share for cells in self.cells]) < n_larger
+
+    def _n_expected(self, lane: Lane, sequence: Sequence, composition: Composition) -> int:
+        """Sequences that will run in the group soon: those who do, and the group's part of those
+        who wait, as far as there is room for more like `sequence`, the first of them.
+        """
         group = lane.group
-        n_waiting = -(-(len(self.queue) - n_admitted) // len(self.groups))
+        if self.in_flight_max == 1:
+            return len(group.running) + 1
+        n_waiting = -(-(len(self.queue) - len(composition.admits)) // len(self.groups))
         room = group.pages_available - self._pages_reserved(lane)
         n_fitting = max(1, room // self.ratio.pages_future(group, sequence))
-        share = -(-(len(group.running) + min(n_waiting, n_fitting)) // self.in_flight_max)
-        return len(lane.cell) < min(share, self.cell_max)
+        return len(group.running) + min(n_waiting, n_fitting)
 
     def _pages_reserved(self, lane: Lane) -> int:
         if lane.pages_reserved < 0:
