@@ -57,8 +57,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "dynamic-chunks",
-        "chunk sizes come from what the stages report, profile plans first",
-        {"pp": 2, "dynamic_chunks": True, "prompt_len_max": 60, **NO_TROUBLE},
+        "chunk sizes come from what the stages report, steps that only measure first",
+        {"pp": 2, "dynamic_chunks": True, "prompt_len_max": 400, "group_rows": 160, **NO_TROUBLE},
     ),
     Scenario(
         "split-prompts",

@@ -16,7 +16,7 @@ from aserve.core.request import Request
 from aserve.testing.arithmetic import RULE_KIND, Shape
 from aserve.testing.oracle import say
 
-CONTEXT_LEN = 256
+CONTEXT_LEN = 1024
 TroubleKind = Literal["delay", "pause", "cut", "crash", "hang", "slow"]
 
 
@@ -102,7 +102,7 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         waiting_max=choose.one_of("waiting_max", 4, *(500,) * 7),
         prefix_cache=choose.maybe("prefix_cache", 0.75),
         overlap=overlap,
-        dynamic_chunks=choose.maybe("dynamic_chunks", 0.2) and layout.pp > 1,
+        dynamic_chunks=choose.maybe("dynamic_chunks", 0.1) and layout.pp > 1,
     )
     arrivals = Load(choose, shape).arrivals()
     len_max = max(
@@ -255,7 +255,7 @@ class Load:
             tail = [*before.tokens, *said.tokens, *tail[:6]]
         elif self._shared and random.random() < 0.7:
             tail = [*random.choice(self._prefixes)[: random.randint(1, 40)], *tail[:6]]
-        return tuple(tail[:100])
+        return tuple(tail[: max(100, self._long)])
 
     def _sampling(self) -> Sampling:
         random, vocab = self._random, self._shape.vocab

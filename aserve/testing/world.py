@@ -76,6 +76,7 @@ class World:
         self.stages: dict[int, LegibleStage] = {}  # of the present ranks
         self.start: Start | None = None  # while ranks are there
         self.started = trio.Event()  # set while ranks are there
+        self.n_in_flight_max = 0
         self.n_struck = 0  # troubles that may break the ranks, so far
         self._said: dict[int, Said] = {}
         self._choices: list[LegibleChoice] = []
@@ -180,6 +181,7 @@ class World:
 
     def _planned(self, plan: StepPlan) -> None:
         self._hash.update(encode_plan(plan) + repr(trio.current_time()).encode())
+        self.n_in_flight_max = max(self.n_in_flight_max, 1 + len(self.laws.log.in_flight))
 
     def _reported(self, report: StepReport) -> None:
         self._hash.update(encode_report(report) + repr(trio.current_time()).encode())
