@@ -6,7 +6,6 @@ they chose. Both add partial sums block by block, then weigh, then add up the ex
 ascending order.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 
 from aserve.models.decoder import SwiGlu
-from aserve.tensor.collective import sum_blocks
+from aserve.tensor.collective import Collective, sum_blocks
 from aserve.tensor.tokens import Tokens, even_shares
+
+SLOT_BYTES_MAX = 32 << 20  # of the partial sums of one round; longer prompts take several
 
 
 class Routed(Protocol):
@@ -29,35 +30,44 @@ class Routed(Protocol):
 
 def gathered(mixture: Routed, x_TH: Tensor, tokens: Tokens) -> Tensor:
     """[rows of this rank, H] of the same."""
-    seat, grid = tokens.seat, tokens.seat.grid
-    shares = even_shares(tokens.n_rows, grid.moe_dp)
-    start, n_rows = sum(shares[: seat.place.moe_dp]), shares[seat.place.moe_dp]
+    seat = tokens.seat
+    shares = even_shares(tokens.n_rows, seat.moe_dp.size)
+    start, n_rows = sum(shares[: seat.moe_dp.rank]), shares[seat.moe_dp.rank]
     x_MH = tokens.to_global(x_TH)[start : start + n_rows]
     chosen_MK, weight_MK = mixture.route_ascending(x_MH)
-    slots_BMKH = _slots(mixture, x_MH, chosen_MK)
-    # Of each copy's share its ranks add up and weigh one part each.
-    parts = [even_shares(share, seat.experts.size) for share in shares]
-    counts = parts[seat.place.moe_dp]
-    first = sum(counts[: seat.experts.rank])
-    mine = slice(first, first + counts[seat.experts.rank])
-    slot_RKH = seat.experts.reduce_scatter(slots_BMKH, counts)
-    out_RH = _weigh(slot_RKH, weight_MK[mine])
-    out_GH = seat.tp.all_gather(out_RH, list(itertools.chain(*parts)))
-    return out_GH[tokens.local]
+    row_bytes = _n_blocks(mixture) * chosen_MK.shape[1] * x_MH.shape[1] * x_MH.element_size()
+    rows_max = max(1, SLOT_BYTES_MAX // row_bytes)
+    sums = [
+        _sum_over_ranks(mixture, *some, seat.experts)
+        for some in zip(*(x.split(rows_max) for x in (x_MH, chosen_MK, weight_MK)), strict=True)
+        if len(some[0])
+    ]
+    out_MH = torch.cat(sums) if sums else x_MH
+    return seat.moe_dp.all_gather(out_MH, shares)[tokens.local]
+
+
+def _sum_over_ranks(
+    mixture: Routed, x_MH: Tensor, chosen_MK: Tensor, weight_MK: Tensor, ranks: Collective
+) -> Tensor:
+    """[M, H]: what the experts of all `ranks` give; each rank weighs and adds up a part of M."""
+    counts = even_shares(len(x_MH), ranks.size)
+    slot_RKH = ranks.reduce_scatter(_slots(mixture, x_MH, chosen_MK), counts)
+    return ranks.all_gather(_weigh(slot_RKH, weight_MK.split(counts)[ranks.rank]), counts)
+
+
+def _n_blocks(mixture: Routed) -> int:
+    """Of the partial sums that an expert gives on this rank, as on every other."""
+    down = mixture.experts[0].down
+    return down.weight.row_blocks if down.is_split else 1
 
 
 def _slots(mixture: Routed, x_MH: Tensor, chosen_MK: Tensor) -> Tensor:
     """[B, M, K, H]: for each row and each of its experts what this rank adds, zero if nothing."""
-    slots_BMKH = None
+    slots_BMKH = x_MH.new_zeros(_n_blocks(mixture), *chosen_MK.shape, x_MH.shape[1])
     for number, expert in zip(mixture.held, mixture.experts, strict=True):
         rows, places = torch.where(chosen_MK == number)
-        if len(rows) or slots_BMKH is None:
-            part_BRH = expert.partial(x_MH[rows])
-            if slots_BMKH is None:
-                shape = (len(part_BRH), *chosen_MK.shape, x_MH.shape[1])
-                slots_BMKH = x_MH.new_zeros(shape)
-            slots_BMKH[:, rows, places] = part_BRH
-    assert slots_BMKH is not None
+        if len(rows):
+            slots_BMKH[:, rows, places] = expert.partial(x_MH[rows])
     return slots_BMKH
 
 
@@ -91,15 +101,11 @@ def _compute(mixture: Routed, rows_RH: Tensor, asked_RN: Tensor) -> Tensor:
     """[R, B, H] of rows that came rank by rank, in each by expert, `asked_RN` of them."""
     n_ranks, held = asked_RN.shape
     expert_R = torch.arange(held).repeat(n_ranks).repeat_interleave(asked_RN.flatten())
-    parts_RBH = None
+    parts_RBH = rows_RH.new_empty(len(rows_RH), _n_blocks(mixture), rows_RH.shape[1])
     for number, expert in enumerate(mixture.experts):
         (rows,) = torch.where(expert_R == number)
-        if len(rows) or parts_RBH is None:
-            part_BRH = expert.partial(rows_RH[rows])
-            if parts_RBH is None:
-                parts_RBH = rows_RH.new_empty(len(rows_RH), len(part_BRH), rows_RH.shape[1])
-            parts_RBH[rows] = part_BRH.transpose(0, 1)
-    assert parts_RBH is not None
+        if len(rows):
+            parts_RBH[rows] = expert.partial(rows_RH[rows]).transpose(0, 1)
     return parts_RBH
 
 

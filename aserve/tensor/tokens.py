@@ -33,8 +33,8 @@ class Seat:
         self.grid, self.rank, self.place = grid, rank, grid.place(rank)
         self.layer = OnlyRank() if layer is None else layer
         self.inside = rank % grid.tp  # its number in the stage
-        self.attn_tp, self.cp, self.rows, self.tp, self.experts = (
-            self.layer.group(name) for name in ("attn_tp", "cp", "rows", "tp", "experts")
+        self.attn_tp, self.cp, self.rows, self.tp, self.experts, self.moe_dp = (
+            self.layer.group(name) for name in ("attn_tp", "cp", "rows", "tp", "experts", "moe_dp")
         )
         self.is_leader = rank == grid.leader(self.place.dp)  # draws the tokens of its DP group
 

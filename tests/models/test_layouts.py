@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
+from aserve.models import exchange
 from aserve.models.decoder import Model
 from aserve.models.regions import Region
 from aserve.models.registry import load_model
@@ -159,6 +160,16 @@ def test_exact_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Layout
 )
 def test_bfloat16_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Layout) -> None:
     assert_same(run(name, layout, NATIVE, "bf16"), alone(name, NATIVE, "bf16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=4, dp=2, ep=2), Layout(tp=6, ep=3, moe_dp=2, dp=6)])
+def test_experts_that_take_rows_in_rounds_give_the_same_bits(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = alone(MOE, NATIVE)
+    monkeypatch.setattr(exchange, "SLOT_BYTES_MAX", 48 * 4 * 3 * 12 * 2)
+    assert_same(run(MOE, layout, NATIVE), wanted)
 
 
 @pytest.mark.slow
