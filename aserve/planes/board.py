@@ -144,12 +144,12 @@ def _all_gather(calls: Sequence[Call]) -> list[Tensor]:
 
 def _reduce_scatter(calls: Sequence[Call]) -> list[Tensor]:
     """Slices of one sum: no two ranks have a row in common."""
-    return list(_all_reduce(calls)[0].split(calls[0].signature.counts))
+    return list(_all_reduce(calls)[0].split_with_sizes(calls[0].signature.counts))
 
 
 def _all_to_all(calls: Sequence[Call]) -> list[Tensor]:
     n = len(calls)
-    pieces = [call.tensor.split(call.signature.counts[:n]) for call in calls]
+    pieces = [call.tensor.split_with_sizes(call.signature.counts[:n]) for call in calls]
     return [torch.cat([given[place] for given in pieces]) for place in range(n)]
 
 

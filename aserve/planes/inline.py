@@ -8,6 +8,7 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, TypeVarTuple
 
+import outcome
 import torch
 import trio
 from greenlet import getcurrent, greenlet
@@ -24,7 +25,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class Forward(greenlet):
+class Forward(greenlet):  # type: ignore[misc]  # it has no stubs
     """The greenlet of a function, with the torch modes of the task that resumes it.
 
     torch keeps inference and gradient mode per thread; a parked forward must not leave its own to
@@ -47,12 +48,11 @@ async def compute_inline(function: Callable[[*Ts], T], *args: *Ts) -> T:
     forward = Forward(function)
     result = forward.switch(*args)
     while not forward.dead:
-        try:
-            await result()  # what `park` was given
-        except BaseException as error:
-            result = forward.throw(error)
-        else:
+        waited = await outcome.acapture(result)  # what `park` was given
+        if isinstance(waited, outcome.Value):
             result = forward.switch()
+        else:
+            result = forward.throw(waited.error)
     done: T = result
     return done
 

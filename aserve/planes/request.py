@@ -105,12 +105,12 @@ class LeaderEnd:
             assert follower.here or self._gone, "a plan before all ranks are there"
             assert follower.unreported < self._in_flight_max or self._gone, "too many plans"
             follower.unreported += 1
-        self._send(plan, self._living())
+        self._send(plan, self.living())
 
     def send_setup(self, setup: Setup) -> None:
         """To every rank, at most SETUPS_MAX times, after `wait_joined`."""
         assert all(follower.here for follower in self._followers) or self._gone
-        self._send(setup, self._living())
+        self._send(setup, self.living())
 
     async def wait_joined(self, limit_s: float) -> None:
         """Until every rank has connected. Raises PlaneTimeout naming who has not, RankDied."""
@@ -124,14 +124,14 @@ class LeaderEnd:
 
     async def ask_states(self, limit_s: float) -> tuple[RankState, ...]:
         """What the ranks are doing now; who does not answer within `limit_s` is not among them."""
-        before = {rank: self._followers[rank].answers for rank in self._living()}
+        before = {rank: self._followers[rank].answers for rank in self.living()}
         ask = [rank for rank in before if not self._followers[rank].asked]
         for rank in ask:
             self._followers[rank].asked = True
         self._send(AskState(), ask)
 
         def missing() -> bool:
-            living = set(self._living())
+            living = set(self.living())
             return any(self._followers[r].answers == n for r, n in before.items() if r in living)
 
         with trio.move_on_after(limit_s):
@@ -145,7 +145,7 @@ class LeaderEnd:
         """Ask every rank again and again; raises PlaneTimeout naming those that said nothing for
         `limit_s`, though they are connected: stopped, or never giving way to their other tasks."""
         while not self._gone and not self._closed:
-            asked = self._living()
+            asked = self.living()
             answered = {state.rank for state in await self.ask_states(limit_s)}
             silent = [rank for rank in asked if rank not in answered and rank not in self._gone]
             if silent and not self._closed:
@@ -171,14 +171,14 @@ class LeaderEnd:
         if self._closed:
             return
         self._closed = True
-        self._send(End(), self._living())
+        self._send(End(), self.living())
         self.reports.end(None)
         self._tell()
 
     async def wait_left(self, limit_s: float) -> None:
         """After `close`: until every rank that was there has left, at most `limit_s`."""
         with trio.move_on_after(limit_s):
-            while self._living():
+            while self.living():
                 await self._news.wait()
 
     def join(self, rank: int) -> None:
@@ -211,7 +211,8 @@ class LeaderEnd:
         follower.unreported -= 1
         self.reports.add(report)
 
-    def _living(self) -> tuple[int, ...]:
+    def living(self) -> tuple[int, ...]:
+        """Ranks that are there and not gone."""
         followers = enumerate(self._followers)
         return tuple(rank for rank, one in followers if one.here and rank not in self._gone)
 

@@ -35,8 +35,7 @@ async def open_request_plane(
             plane.insert(link, nursery)
         try:
             yield plane.leader, plane.followers
-            plane.leader.close()
-            await plane.wait_told(LEAVE_S)
+            await plane.end(LEAVE_S)
         except BaseException as error:
             for follower in plane.followers:
                 follower.leader_lost(last_words(error))
@@ -97,11 +96,13 @@ class _MemoryPlane:
             message = decode_up(encode_up(message), f"rank {rank}")
         self._lines[_up(rank)](message)
 
-    async def wait_told(self, limit_s: float) -> None:
-        """Until every follower has heard of the end, at most `limit_s`."""
+    async def end(self, limit_s: float) -> None:
+        """In peace: every living follower hears of the end, behind its last plan."""
+        living = self.leader.living()
+        self.leader.close()
         with trio.move_on_after(limit_s):
-            for follower in self.followers:
-                await follower.wait_closed()
+            for rank in living:
+                await self.followers[rank].wait_closed()
 
     def close(self) -> None:
         """What is still on a link is lost, but for the end."""

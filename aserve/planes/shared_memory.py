@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aserve import _native
+import aserve._native as native
 from aserve.core.layout import GROUPS, Grid
 from aserve.errors import ConfigError, PlaneError
 from aserve.planes import signature
@@ -54,23 +54,23 @@ class SharedMemory:
 
     def meet(self, call: Call) -> Tensor:
         called = call.signature
-        words = _native.Called(called.agreed(), called.own(), self._ranks)
+        words = native.Called(called.agreed(), called.own(), self._ranks)
         group = self._groups[call.members]
         out, met = _OPS[called.op](self._board, group, words, call)
-        if met != _native.Met.ok:
+        if met != native.Met.ok:
             self._raise(call, met)
         return out
 
     def _raise(self, call: Call, met: object) -> None:
         peers = [self._first + peer for peer in self._board.peers]
-        if met == _native.Met.mismatch:
+        if met == native.Met.mismatch:
             theirs = self.call_of(peers[0])
             both = sorted([(self._rank, str(call.signature)), (peers[0], theirs[0])])
             self.fail(signature.mismatch(*(text for _, text in both)))
-        elif met == _native.Met.timeout and peers:
+        elif met == native.Met.timeout and peers:
             last = [signature.last_seen(peer, *self.call_of(peer)) for peer in peers]
             self.fail(signature.timeout(str(call.signature), self._limit_s, peers, last))
-        elif met == _native.Met.timeout:
+        elif met == native.Met.timeout:
             self.fail(signature.broken(f"{call.signature}: a peer came and stopped there"))
         raise self._told().error()
 
@@ -88,7 +88,7 @@ class SharedMemory:
 
     def fail(self, failure: Failure) -> None:
         text = signature.encode_failure(failure)
-        if len(text) > _native.Board.text_bytes_max:
+        if len(text) > native.Board.text_bytes_max:
             text = signature.encode_failure(signature.broken(str(failure.error())[:2000]))
         self._board.fail(text)
 
@@ -115,7 +115,7 @@ class SharedMemory:
 
 
 def _reduce(
-    board: _native.Board, group: int, words: _native.Called, call: Call
+    board: native.Board, group: int, words: native.Called, call: Call
 ) -> tuple[Tensor, object]:
     parts, counts = call.tensor, call.signature.counts
     n_blocks, *shape = parts.shape
@@ -135,7 +135,7 @@ def _reduce(
 
 
 def _gather(
-    board: _native.Board, group: int, words: _native.Called, call: Call
+    board: native.Board, group: int, words: native.Called, call: Call
 ) -> tuple[Tensor, object]:
     x, counts = call.tensor, call.signature.counts
     out = torch.empty((sum(counts), *x.shape[1:]), dtype=x.dtype)
@@ -145,7 +145,7 @@ def _gather(
 
 
 def _exchange(
-    board: _native.Board, group: int, words: _native.Called, call: Call
+    board: native.Board, group: int, words: native.Called, call: Call
 ) -> tuple[Tensor, object]:
     x, row, n = call.tensor, _row_bytes(call.tensor), len(call.members)
     sizes = tuple(count * row for count in call.signature.counts)
@@ -173,12 +173,12 @@ def _path(name: str, stage: int) -> pathlib.Path:
 
 
 def _open(path: pathlib.Path, n_ranks: int, rank: int, half_bytes: int, limit_s: float) -> Any:
-    n_bytes = _native.Board.bytes(n_ranks, half_bytes)
+    n_bytes = native.Board.bytes(n_ranks, half_bytes)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         # All of it now: a full file system later would end the process with a signal.
         os.posix_fallocate(file, 0, n_bytes)
-        return _native.Board(file, n_ranks, rank, half_bytes, limit_s)
+        return native.Board(file, n_ranks, rank, half_bytes, limit_s)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise ConfigError(

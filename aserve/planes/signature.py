@@ -3,10 +3,9 @@
 Plain data: text for people, integers for peers in other processes. Nothing here waits.
 """
 
-import functools
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -120,14 +119,20 @@ class Failure(msgspec.Struct, frozen=True):
         return ERRORS[self.kind](self)
 
 
-ERRORS = {
+ERRORS: dict[str, Callable[[Failure], PlaneError]] = {
     "mismatch": lambda failure: PlaneMismatch(*failure.calls),
     "timeout": lambda failure: PlaneTimeout(failure.ranks, failure.message),
     "died": lambda failure: RankDied(failure.ranks[0], failure.message),
     "broken": lambda failure: PlaneError(failure.message),
 }
-encode_failure = msgspec.json.Encoder().encode
-decode_failure = functools.partial(msgspec.json.decode, type=Failure)
+
+
+def encode_failure(failure: Failure) -> bytes:
+    return msgspec.json.encode(failure)
+
+
+def decode_failure(text: bytes) -> Failure:
+    return msgspec.json.decode(text, type=Failure)
 
 
 def mismatch(*calls: object) -> Failure:

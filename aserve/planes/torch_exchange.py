@@ -125,7 +125,7 @@ class AllToAllExchange:
             received, torch.cat(sent), sizes, [x.numel() for x in sent]
         )
         work.wait(timedelta(seconds=self._limit_s))
-        for at, piece in enumerate(received.split(sizes)):
+        for at, piece in enumerate(received.split_with_sizes(sizes)):
             if at != place:
                 as_bytes(get[at]).copy_(piece)
 

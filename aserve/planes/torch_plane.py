@@ -155,14 +155,14 @@ class Round:
 
     def join(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         out = x.new_empty((sum(counts), *x.shape[1:]))
-        pieces = out.split(list(counts))
+        pieces = out.split_with_sizes(list(counts))
         pieces[self.place].copy_(x)
         self.move([x] * self.n, pieces)
         return out
 
     def sum_rows(self, parts_B: Tensor, counts: Sequence[int]) -> Tensor:
         """[B, sum(counts), ...] -> [counts[place], ...]"""
-        give = [piece.contiguous() for piece in parts_B.split(list(counts), dim=1)]
+        give = [piece.contiguous() for piece in parts_B.split_with_sizes(list(counts), dim=1)]
         return self._sum(give, give[self.place])
 
     def sum_all(self, parts_B: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _all_to_all(of: Round) -> Tensor:
     x, counts = of.call.tensor, of.call.signature.counts
     sends, receives = list(counts[: of.n]), list(counts[of.n :])
     out = x.new_empty((sum(receives), *x.shape[1:]))
-    give, get = x.split(sends), out.split(receives)
+    give, get = x.split_with_sizes(sends), out.split_with_sizes(receives)
     get[of.place].copy_(give[of.place])
     of.move(give, get)
     return out

@@ -131,7 +131,7 @@ class Watch:
                 continue
             if seen.call is not None and self._parted(call, seen.call, seen.waiting):
                 return signature.mismatch(*in_rank_order(call.signature, seen.call))
-            missing[rank] = signature.last_seen(rank, seen.call, seen.waiting)
+            missing[rank] = _text(rank, seen)
         if missing:
             waiting = str(call.signature)
             return signature.timeout(waiting, self._limit_s, [*missing], [*missing.values()])
@@ -162,10 +162,15 @@ class Watch:
         for rank, beat in beats.items():
             seen = self._read(rank)
             if seen.beat == beat:
-                last = signature.last_seen(rank, seen.call, seen.waiting)
-                why = f"its connection broke in {call.signature}; last seen: {last}"
+                why = f"its connection broke in {call.signature}; last seen: {_text(rank, seen)}"
                 return Failure("died", why, ranks=(rank,))
         return signature.broken(f"{call.signature}: {text}")
+
+
+def _text(rank: int, seen: Seen) -> str:
+    if seen.beat == 0:
+        return f"rank {rank} has not written anything yet"
+    return signature.last_seen(rank, seen.call, seen.waiting)
 
 
 def _gone(error: RuntimeError) -> Failure:
