@@ -1,0 +1,72 @@
+"""Seeds by the hundred: no law is broken, and the seeds do meet what they are there for."""
+
+from collections import Counter
+
+import pytest
+
+from aserve.testing.scenarios import SCENARIOS, Scenario, run_seed, setup_of
+from aserve.testing.story import told
+from aserve.testing.world import Outcome
+
+QUICK_SEEDS = range(12)
+SEEDS = range(1000, 1200)
+SCENARIO_SEEDS = range(3)
+
+
+def lawful(scenario: str, seed: int) -> Outcome:
+    outcome = run_seed(scenario, seed)
+    if outcome.broken is not None:
+        pytest.fail(told(seed, scenario, setup_of(scenario, seed), outcome), pytrace=False)
+    return outcome
+
+
+@pytest.mark.parametrize("seed", QUICK_SEEDS)
+def test_a_seed_breaks_no_law(seed: int) -> None:
+    lawful("swarm", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 50))
+def test_fifty_seeds_break_no_law_and_meet_every_kind_of_trouble(first: int) -> None:
+    met: Counter[str] = Counter()
+    for seed in range(first, first + 50):
+        outcome = lawful("swarm", seed)
+        setup = setup_of("swarm", seed)
+        met["restarts"] += outcome.restarts
+        met["tokens from the cache"] += outcome.hit_tokens
+        met["drafted tokens kept"] += outcome.accepted
+        met["retractions"] += outcome.retractions
+        met["groups"] += setup.layout.dp > 1
+        met["stages"] += setup.layout.pp > 1
+        met["split prompts"] += setup.layout.cp > 1
+        met["experts"] += setup.layout.ep > 1
+        met["copies of experts"] += setup.layout.moe_dp > 1
+        met["overlap"] += setup.schedule.overlap > 0
+    missing = [what for what, count in met.items() if not count]
+    assert not missing, f"fifty seeds met no {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_a_named_scenario_breaks_no_law(scenario: Scenario) -> None:
+    for seed in SCENARIO_SEEDS:
+        lawful(scenario.name, seed)
+
+
+@pytest.mark.slow
+def test_named_scenarios_do_what_their_names_say() -> None:
+    def total(scenario: str, what: str) -> int:
+        return sum(int(getattr(lawful(scenario, seed), what)) for seed in range(4))
+
+    assert total("tight-pool", "retractions") > 4
+    assert total("trees", "accepted") > 20
+    assert total("shared-prefixes", "hit_tokens") > 100
+    assert total("full-queue", "refused") > 0
+    assert total("crashes", "restarts") > 4
+    assert total("cut-links", "restarts") > 1
+    assert total("swarm", "tokens") > 100
+
+
+def test_every_scenario_has_its_own_name_and_a_reason() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    assert all(len(scenario.why) > 20 for scenario in SCENARIOS)
