@@ -37,7 +37,7 @@ class Control:
         failure = self._service.failure
         if failure is not None:
             return answer({"status": "failed", "reason": failure}, 503)
-        return answer({"status": "alive", "ranks": self._service.ranks})
+        return answer({"status": "alive"})
 
     async def ready(self, _request: Request) -> Response:
         """Whether requests sent here now would be answered soon, and if not, why."""

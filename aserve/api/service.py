@@ -46,11 +46,6 @@ class Service:
         """What died in the engine, if something did."""
         return None if self._engine is None else self._engine.failure
 
-    @property
-    def ranks(self) -> str:
-        """The state of the ranks, in a word."""
-        return "loading" if self._engine is None else self._engine.state
-
     def unready(self) -> tuple[str, str]:
         """While not `ready`: what this server is at, and why."""
         if self.failure is not None:

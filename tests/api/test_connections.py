@@ -251,10 +251,11 @@ def test_death_of_the_engine_is_told_to_everybody(tiny_model_path: pathlib.Path)
         send(raw, {**LONG, "stream": True})
         read_until(raw, b"data: ")
         rest = reading(raw)
-        server.call(lambda: server.server.service.engine._leader.fail("told to"))
+        server.call(lambda: server.server.service.engine._supervisor._give_up("told to"))
         with server.client() as client:
             assert client.get("/health").json() == {"status": "failed", "reason": "told to"}
-            assert client.get("/ready").json() == {"status": "failed"}
+            failed = {"status": "failed", "reason": "told to"}
+            assert client.get("/ready").json() == failed
             response = client.post(COMPLETE, json={"prompt": "x"})
         assert response.status_code == 503
         assert "told to" in response.json()["error"]["message"]

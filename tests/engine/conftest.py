@@ -6,11 +6,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any
 
 import pytest
+import trio
 
 from aserve.actors.compute import open_compute_thread
 from aserve.actors.engine import Engine, open_engine, run_engine
 from aserve.actors.here import RanksHere
 from aserve.actors.placement import Known
+from aserve.actors.placement import Ranks as AnyRanks
 from aserve.core.config import Cache, Config, Ranks, Schedule
 from aserve.core.message import Result
 from aserve.core.replica import RowsView
@@ -40,6 +42,25 @@ class PoisonedRunner(LegibleRunner):
         return super().forward(work, inward)
 
 
+class GatedRanks(RanksHere):
+    """Ranks that start when the gate is open; it closes behind them."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.gate = trio.Event()
+        self.gate.set()
+        self.knocked = trio.Event()  # somebody wanted in while it was closed
+
+    @asynccontextmanager
+    async def open_ranks(self, pages_total: int | None) -> AsyncIterator[AnyRanks]:
+        if not self.gate.is_set():
+            self.knocked.set()
+        await self.gate.wait()
+        self.gate = trio.Event()
+        async with super().open_ranks(pages_total) as ranks:
+            yield ranks
+
+
 @pytest.fixture
 def open_legible(tiny_model_path: pathlib.Path) -> OpenEngine:
     """An engine whose model is `aserve.testing.legible`; every step is computed inline.
@@ -55,6 +76,7 @@ def open_legible(tiny_model_path: pathlib.Path) -> OpenEngine:
         threaded: bool = False,
         faults: tuple[int, int, int] = (-1, 10**9, -1),
         restarts_max: int = 3,
+        gated: bool = False,
         **schedule: Any,
     ) -> AsyncIterator[Engine]:
         page_size, fault = 4, Legible(*faults)
@@ -76,7 +98,8 @@ def open_legible(tiny_model_path: pathlib.Path) -> OpenEngine:
             compute: Any = compute_inline
             if threaded:
                 compute = await stack.enter_async_context(open_compute_thread())
-            placement = RanksHere(config, known, make, [compute], pages)
+            kind = GatedRanks if gated else RanksHere
+            placement = kind(config, known, make, [compute], pages)
             yield await stack.enter_async_context(run_engine(config, placement))
 
     return opened

@@ -1,6 +1,7 @@
 """Ranks that die under a legible engine: requests pause and go on, and one cannot take all down."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import trio
@@ -120,14 +121,18 @@ async def test_ranks_beyond_help_fail_with_the_reason(open_legible: OpenEngine) 
 
 
 async def test_an_abort_while_ranks_are_started_anew_counts(open_legible: OpenEngine) -> None:
-    async with open_legible(faults=(2, 1, -1)) as engine:
+    async with open_legible(faults=(2, 1, -1), gated=True) as engine:
+        ranks: Any = engine._supervisor._placement
         kept = engine.generate(PROMPT, params())
         gone = engine.generate(PROMPT[:9], params(seed=2))
-        while engine.state is State.SERVING:
-            await trio.lowlevel.checkpoint()
+        with trio.fail_after(5):
+            await ranks.knocked.wait()
+        assert engine.state is State.RESTARTING
         assert not engine.ready
+        assert (await engine.debug_state()).silent == (0,)
         gone.abort()
         late = engine.generate(PROMPT[:7], params(seed=3))  # taken, and answered when they serve
+        ranks.gate.set()
         assert list((await collect(kept, PROMPT, params())).token_ids) == said(
             engine, PROMPT, params()
         )
