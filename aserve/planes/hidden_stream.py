@@ -203,14 +203,16 @@ async def open_stream_hidden(
             await done.wait()
 
 
-def _widen(frames: Frames) -> Frames:
-    """Let the kernel take a bundle in few pieces."""
+def _widen(frames: Frames, limit_s: float) -> Frames:
+    """Let the kernel take a bundle in few pieces, and wait for a busy receiver as long as we do."""
     stream = frames.stream
     assert isinstance(stream, trio.SocketStream)
     if stream.socket.family == socket.AF_UNIX:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
     else:  # TCP sizes its buffers itself, but trio lets it queue 16 KiB only
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_BYTES)
+        patience_ms = round(2000 * limit_s)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
     return frames
 
 
@@ -222,13 +224,13 @@ async def _connect_next(seat: Seat, terms: Terms, address: Address, limit_s: flo
         raise
     except PeerError as error:
         raise PlaneTimeout((seat.next,), f"rank {seat.next} at {error}") from error
-    return _widen(connection.frames)
+    return _widen(connection.frames, limit_s)
 
 
 async def _accept_previous(seat: Seat, listener: Listener, limit_s: float) -> Frames:
     assert seat.previous is not None
     with trio.move_on_after(limit_s):
-        return _widen((await listener.accept()).frames)
+        return _widen((await listener.accept()).frames, limit_s)
     raise PlaneTimeout(
         (seat.previous,),
         f"rank {seat.previous} did not connect to rank {seat.rank} within {limit_s:g} s",

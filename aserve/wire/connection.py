@@ -75,7 +75,10 @@ def opened(frames: Frames, card: Card, identity: Identity) -> Connection:
 
 
 def keep_alive(stream: trio.SocketStream) -> None:
-    """Let the kernel find out that a peer's host has gone. A unix socket's peer is on this one."""
+    """Let the kernel find out that a peer's host has gone, or that its process reads no more.
+
+    A unix socket's peer is on this host, and its end is told at once.
+    """
     if stream.socket.family == socket.AF_UNIX:
         return
     for option, value in (

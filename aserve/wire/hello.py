@@ -147,6 +147,8 @@ async def _receive(frames: Frames, kind: type[Message]) -> Message:
     except msgspec.MsgspecError as error:
         raise PeerError(frames.peer, f"does not greet as we do: {error}") from error
     if isinstance(message, Refused):
-        raise Refusal(frames.peer, f"refused us: {message.reason}")
+        # Whoever this is has proved nothing yet: its words are for a person to read, no more.
+        reason = "".join(char for char in message.reason[:300] if char.isprintable())
+        raise Refusal(frames.peer, f"refused us: {reason}")
     assert isinstance(message, kind)
     return message

@@ -8,7 +8,7 @@ import stat
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NoReturn
 
 import trio
@@ -140,7 +140,8 @@ async def open_listener(
         for one in sockets:
             one.socket.close()
         if isinstance(address, Unix):
-            os.unlink(address.path)
+            with suppress(FileNotFoundError):
+                os.unlink(address.path)
 
 
 @contextmanager
