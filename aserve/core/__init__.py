@@ -9,11 +9,17 @@ at all, inside a later plan. Nothing outside the planner decides.
                         ^                                                        |
                         +----------------------- StepReport <--------------------+
 
-Work. A `Sequence` is its known tokens and how many of them have KV; its work is the rest. So a
-prompt, its chunks, what a cache hit leaves, a decode row and a resumption are the same subtraction;
-prefill and decode differ only in their turn. A step (`compose`) takes decode rows first, then
-chunks of started prompts, then new sequences, within a row budget; chunks but the last end on a
-page border. Running sequences are so few that a page's worth of rows is left for the first chunk.
+Work. A `Sequence` is its known tokens and how many of them have been planned; its work is the rest.
+So a prompt, its chunks, what a cache hit leaves, a decode row and a resumption are the same
+subtraction; prefill and decode differ only in their turn. A step (`compose`) takes decode rows
+first, then chunks of started prompts, then new sequences, within a row budget; chunks but the last
+end on a page border. Running sequences are so few that a page's worth of rows is left for the
+first chunk.
+
+Order is enough. Ranks obey plans in order, so what a plan computes is there for the rows of every
+later plan, reported or not. `kv_len` therefore counts rows planned, `computed_len` rows reported:
+the next chunk of a prompt goes out while the last is in flight, and the chunks of one prompt fill
+a pipeline; only what others may share, or may come to own, waits for reports.
 
 Waiting is cheap. A waiting sequence remembers how far the cache had it and looks only further, so
 a queue head that is blocked for memory costs two lookups a step, however long its prompt.
@@ -24,22 +30,47 @@ cache: a node a page, locks up the path, eviction of the least recently used unl
 when it starts (so a prefill never stops half-way) and one more at each page border; prompt pages
 enter the tree as their chunk is reported, the rest when it leaves. A sequence whose copy of a page
 came second keeps its own until it leaves. A page has two lifetimes, its sequence's and its last
-writer's: a sequence aborted with rows in flight holds its pages until that report.
+writer's: a sequence that leaves with rows in flight holds its pages until the last rank has
+reported the last of them.
 
 Who runs. `admission` lets a sequence in if the pool can hold what it and the running ones are
 expected to need; the expectation (`NewTokenRatio`) falls while decoding and rises when memory ran
-out after all. Then somebody is retracted: dropped by the ranks, put first in its class of the
-queue, and resumed later from all its known tokens. A sequence that needs pages which another is
-just computing waits for them, and lets others pass; nobody else is ever passed over. A sequence
-that runs alone fits the pool, since `add` refused what could not: hence no deadlock.
+out after all. Then somebody of the group is retracted: dropped by the ranks, put first in its class
+of the queue, and resumed later from all its known tokens. A victim with rows in flight is planned
+no more and goes when they landed; its token is not lost. A sequence that needs pages which another
+is just computing waits for them, and lets others pass; nobody else is ever passed over. A sequence
+that runs alone fits the pool, since `add` refused what could not: hence no deadlock. Each
+retraction is paid for with a token that somebody draws: hence no endless dance
+(`Composer._make_room`).
 
-Microbatches. Up to `in_flight_max` plans are unanswered; a sequence belongs to one microbatch and
-is in one unanswered plan at most. Its `Commit` comes in that microbatch's next plan; if it left,
-its last commit and its drop come in the next plan of all, before its pages can be reused.
+Microbatches. Up to `in_flight_max` = pp + overlap plans are unanswered. A sequence that only
+prefills belongs to its group, and goes with whichever step has rows for it; with its last chunk it
+joins a microbatch, one with less than its even share, and is from then on in one unanswered plan
+at most. Its `Commit` comes in that microbatch's next plan, where there is news: a chunk that draws
+nothing was what everybody expected. If it left, its last commit and its drop come in the next plan
+of all, before its pages can be reused.
 
-Agreement. Planner and `Replica` are two implementations of the same bookkeeping. Each folds what it
-did in a step into a running digest; unequal digests are a `Desync`, naming rank and step. Results
-are checked against the rows that were planned before anything moves.
+Trees. A result may bring a draft, the next tree below the token just drawn. It is planned as rows
+with parents, in slots `kv_len` and after; its result is the accepted path, and the commit of that
+path has every rank move the KV of its rows, row by row, to where they stand in the text. Drafts
+only take what would be idle: they are cut to rows and pages that nobody needs for a row that must
+be, and to the tokens that may still be drawn. Pages beyond the text stay for the next tree, so
+that admission counts one tree a sequence.
+
+Many ranks. Every rank reports every step, in order; a step is over when all have (`merge`), and
+what the leader of a group drew counts from its own report. Planner and `Replica` are two
+implementations of the same bookkeeping. Each folds what it did in a step into a running digest;
+unequal digests are a `Desync`, naming rank and step, as is a report that cannot be. Results are
+checked against the rows that were planned before anything moves.
+
+New ranks. When ranks die, all are replaced, and `reset` takes the planner back to what clients have
+been told: known tokens. All who ran wait again; the noise makes the rest of their text the same.
+
+Chunks. A chunk takes the longer the more precedes it, and stages wait for unequal ones. With
+`dynamic_chunks` the first plans are a profile of the first stage; `chunk` fits its times once,
+`sizer` gives each chunk, the first too, the length that keeps the pipe full, and learns from the
+times of later reports what history costs. Where no fit is possible lengths are fixed, and
+`statistics` says why.
 
 Noise. `noise` says which integer stands behind a draw: a hash of (seed, position, token), nothing
 else. So a seeded text does not depend on batch, chunk, cache, retraction or layout.

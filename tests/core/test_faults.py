@@ -6,10 +6,12 @@ from random import Random
 import msgspec
 import pytest
 
-from aserve.core import compose
+from aserve.core import compose, replica, tree
 from aserve.core.admission import NewTokenRatio
 from aserve.core.group import Group
-from aserve.core.message import Rows, StepPlan
+from aserve.core.lane import Lane
+from aserve.core.merge import Flight, Flights
+from aserve.core.message import Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
 from aserve.core.pages import PagePool
 from aserve.core.planner import Planner
@@ -167,6 +169,41 @@ def forget_a_lock(tree: RadixTree, node: Node) -> None:
         RIGHT["unlock"](tree, node)
 
 
+def take_all_rows(composer: compose.Composer, lane: Lane, sequence: Sequence, start: int) -> int:
+    return len(sequence.tokens) - start
+
+
+def compact_nothing(path: tuple[int, ...], start: int) -> tuple[list[int], list[int]]:
+    return [], []
+
+
+def compact_backwards(path: tuple[int, ...], start: int) -> tuple[list[int], list[int]]:
+    slots_from, slots_to = RIGHT["moved"](path, start)
+    return slots_to, slots_from
+
+
+def compact_too_late(path: tuple[int, ...], start: int) -> tuple[list[int], list[int]]:
+    slots_from, slots_to = RIGHT["moved"](path, start)
+    return slots_from[1:], slots_to[1:]
+
+
+def step_over_early(flights: Flights, flight: Flight, report: StepReport) -> bool:
+    group = flights.group_of(report.rank)
+    return RIGHT["count"](flights, flight, report) or group == 0
+
+
+def retract_at_once(composer: compose.Composer, lane: Lane) -> None:
+    RIGHT["make_room"](composer, lane)
+    for sequence in list(lane.group.yielding.values()):
+        composer.retract(sequence)
+
+
+def restart_and_keep_the_pages(sequence: Sequence) -> None:
+    pages, kv_len, node = sequence.pages, sequence.kv_len, sequence.node
+    RIGHT["restart"](sequence)
+    sequence.pages, sequence.kv_len, sequence.node = pages, kv_len, node
+
+
 RIGHT = {
     "evict": RadixTree.evict,
     "match": RadixTree.match,
@@ -177,6 +214,12 @@ RIGHT = {
     "retract": compose.Composer.retract,
     "release": Group.release,
     "unlock": RadixTree.unlock,
+    "moved": tree.moved,
+    "count": Flights.count,
+    "make_room": compose.Composer._make_room,
+    "restart": Sequence.restart,
+    "reset": Group.reset,
+    "empty": Outbox.reset,
 }
 
 FAULTS = [
@@ -191,11 +234,21 @@ FAULTS = [
     (Outbox, "drop", drop_nothing),
     (Outbox, "drop", drop_without_the_commit),
     (compose.Composer, "retract", retract_the_token),
-    (compose.Composer, "_chunk_len", lambda composer, lane, work_len, start: work_len),
+    (compose.Composer, "_chunk_len", take_all_rows),
     (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages, reserved: True),
     (RadixTree, "_standing", lambda tree, known: known),
     (Sequence, "reusable_len", lambda sequence: len(sequence.tokens)),
     (Planner, "_settle", lambda planner, sequence, rows, result: None),
+    (replica, "moved", compact_nothing),
+    (replica, "moved", compact_backwards),
+    (replica, "moved", compact_too_late),
+    (compose, "cut", lambda draft, n_max, depth_max: draft),
+    (Flights, "count", step_over_early),
+    (compose.Composer, "_make_room", retract_at_once),
+    (Sequence, "restart", restart_and_keep_the_pages),
+    (Group, "reset", lambda group: None if hasattr(group, "pool") else RIGHT["reset"](group)),
+    (Outbox, "reset", lambda outbox: None if hasattr(outbox, "_drops") else RIGHT["empty"](outbox)),
+    (Planner, "_land", lambda planner, flight: None),
 ]
 
 
