@@ -314,6 +314,7 @@ async def run_engine(config: Config, placement: Placement) -> AsyncIterator[Engi
             yield engine
         finally:
             engine.close()
+            await supervisor.dismiss()
 
 
 def settled(

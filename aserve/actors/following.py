@@ -1,6 +1,7 @@
 """A rank in a process of its own: it joins the leader, loads, meets its peers, and obeys."""
 
 import os
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from aserve.actors.compute import ComputeThread, open_compute_thread
 from aserve.actors.loading import Progress, RankModel, Share, cores, load, load_known, load_rank
 from aserve.actors.placement import Known, threads_each
 from aserve.actors.rank import Watch, run_rank, state_of
-from aserve.actors.wiring import Meeting, open_planes
+from aserve.actors.wiring import FAREWELL, Meeting, open_planes
 from aserve.core.config import Config
 from aserve.core.message import RankState, Ready
 from aserve.errors import PeerError
@@ -48,6 +49,7 @@ class Follower:
         self._compute = compute
         self._progress = progress
         self._loaded: tuple[Known, RankModel] | None = None
+        self.dismissed = False  # the leader has said that it needs no rank any more
 
     async def obey(self, end: FollowerEnd, meeting: Meeting, own: Config | None) -> None:
         """One start of the grid. `own` must agree with the leader's configuration; None takes that.
@@ -74,7 +76,15 @@ class Follower:
                 make = partial(model.runner, known.tokenizer, layer, setup.pages_total)
                 runner = await self._compute(make)
                 end.state = partial(state_of, self.rank, watch, runner, layer)
-                await _obey(end, runner, (layer, hidden), self._compute, watch)
+                try:
+                    await _obey(end, runner, (layer, hidden), self._compute, watch)
+                finally:
+                    await self._hear_farewell(end)
+
+    async def _hear_farewell(self, end: FollowerEnd) -> None:
+        """It came before the leader's end, if it came."""
+        with trio.move_on_after(0), suppress(PeerError):
+            self.dismissed = (await end.wait_setup()) == FAREWELL
 
     async def _load(self, config: Config) -> tuple[Known, RankModel]:
         if self._loaded is None:

@@ -1,6 +1,7 @@
 """Where ranks live: what the supervisor asks of a place, and which place a configuration means."""
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
@@ -28,11 +29,13 @@ class Known:
 class Ranks:
     """One start of all ranks: they have loaded and joined, and obey what is sent to `plane`.
 
-    `pages_total` is what every rank has room for.
+    `pages_total` is what every rank has room for. `dismiss` tells ranks that this process cannot
+    end that they are needed no more; waits for them, not long.
     """
 
     plane: LeaderEnd
     pages_total: int
+    dismiss: Callable[[], Awaitable[None]] | None = None
 
 
 class Placement(Protocol):

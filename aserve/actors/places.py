@@ -2,6 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 
+from aserve.actors.cluster import open_cluster
 from aserve.actors.here import open_here
 from aserve.actors.loading import Progress
 from aserve.actors.placement import Placement, live_of
@@ -16,4 +17,6 @@ def open_placement(
     live = live_of(config)
     if live == "process":
         return open_processes(config, progress)
+    if live == "cluster":
+        return open_cluster(config, progress)
     return open_here(config, progress, inline=live == "inline")

@@ -52,6 +52,8 @@ class Supervisor:
         and whoever starts us wants to know."""
         while self.state is not State.FAILED:
             error = await cause_of_end(partial(self._serve, task_status))
+            if self.state is State.CLOSED:
+                return
             assert error is not None, "a leader serves until something breaks"
             if self.state is State.STARTING:
                 self._to(Event.GAVE_UP)
@@ -125,3 +127,8 @@ class Supervisor:
         if self.state is not State.CLOSED:
             self._to(Event.CLOSE)
             self.leader.close()
+
+    async def dismiss(self) -> None:
+        """After `close`: let ranks of other processes know that this was the end."""
+        if self.ranks is not None and self.ranks.dismiss is not None:
+            await self.ranks.dismiss()

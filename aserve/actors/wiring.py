@@ -8,8 +8,11 @@ import os
 import pathlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from functools import partial
 
-from torch.distributed import Store, TCPStore
+import trio
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from aserve.core.config import Config
 from aserve.core.layout import Grid
@@ -22,12 +25,15 @@ from aserve.planes.hidden_torch import open_torch_hidden
 from aserve.planes.layer import LayerEnd
 from aserve.planes.shared_memory import open_shared_memory_plane
 from aserve.planes.terms import Terms
+from aserve.planes.torch_exchange import Network
+from aserve.planes.torch_plane import open_torch_plane
 from aserve.wire.address import Unix, parse_address
 from aserve.wire.listener import Listener
 
 # Planes of Ready.addresses and Setup.addresses.
 HOST, STORE, LAYER, HIDDEN = "host", "store", "layer", "hidden"
 SHARED_MEMORY, TORCH = "shared_memory:", "torch:"
+FAREWELL = Setup(addresses=(("farewell", 0, ""),))  # before an end that is for good
 SHARED_FOLDER = "/dev/shm"
 
 Addresses = tuple[tuple[str, int, str], ...]
@@ -82,8 +88,8 @@ def this_host() -> str:
 class Meeting:
     """Where one process can be reached by its peers, before anybody knows anybody.
 
-    `host` is its address as they see it. Processes of one leader have a `folder` for their sockets;
-    without one the hidden plane is torch's.
+    `host` is its address as they see it. Processes of one leader have a `folder` that is theirs
+    alone; without one the hidden plane is torch's.
     """
 
     def __init__(self, terms: Terms, host: str, folder: str | None = None) -> None:
@@ -96,8 +102,7 @@ class Meeting:
     @asynccontextmanager
     async def opened(self, config: Config, rank: int) -> AsyncIterator[tuple[tuple[str, str], ...]]:
         """For one start of the grid; what to tell the leader."""
-        grid = Grid(config.layout)
-        seat = Seat.of(grid, rank)
+        seat = Seat.of(Grid(config.layout), rank)
         told = [(HOST, this_host())]
         async with AsyncExitStack() as stack:
             if self.folder is not None and seat.previous is not None:
@@ -105,23 +110,35 @@ class Meeting:
                 opening = open_hidden_listener(address, self.terms, seat)
                 self.listener = await stack.enter_async_context(opening)
                 told.append((HIDDEN, str(self.listener.address)))
-            if rank == 0 and (self.folder is None or config.ranks.layer_plane == "torch"):
-                store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-                told.append((STORE, f"{self.host} {store.port}"))
-                self._store = store
+            if rank == 0:
+                told.append((STORE, self._open_store()))
             try:
                 yield tuple(told)
             finally:
                 self.listener = self._store = None
 
-    def store(self, setup: Setup, limit_s: float) -> Store:
-        """torch's, at rank 0."""
+    def _open_store(self) -> str:
+        """torch's meeting place: a file among processes of one leader, a port between hosts."""
+        if self.folder is not None:
+            return os.path.join(self.folder, "store")
+        store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        return f"{self.host} {store.port}"
+
+    async def network(self, setup: Setup, limit_s: float) -> Network:
+        """What torch.distributed needs to open a plane."""
         if self._store is None:
             found = address_of(setup, STORE, 0)
             assert found is not None, "rank 0 told no store"
-            host, port = found.split()
-            self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        return self._store
+            self._store = await trio.to_thread.run_sync(self._reach, found, limit_s)
+        return Network(self._store, self.host)
+
+    def _reach(self, found: str, limit_s: float) -> Store:
+        if self.folder is not None:
+            return FileStore(found, self.terms.world)
+        host, port = found.split()
+        timeout = timedelta(seconds=limit_s)
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 @asynccontextmanager
@@ -135,24 +152,24 @@ async def open_planes(
         if kind + ":" == SHARED_MEMORY:
             layer = open_shared_memory_plane(name, grid, rank, limit_s=limit_s)
         else:
-            from aserve.planes.torch_plane import open_torch_plane
-
-            layer = await open_torch_plane(grid, rank, meeting.store(setup, limit_s), limit_s)
+            network = await meeting.network(setup, limit_s)
+            opening = partial(open_torch_plane, grid, rank, network, limit_s=limit_s)
+            layer = await trio.to_thread.run_sync(opening)
         await stack.enter_async_context(layer)
         if grid.pp == 1:
             yield layer, OnlyStage()
             return
         seat = Seat.of(grid, rank)
         if meeting.folder is None:
-            store = meeting.store(setup, limit_s)
-            opening = open_torch_hidden(
+            network = await meeting.network(setup, limit_s)
+            meeting_next = open_torch_hidden(
                 seat,
-                store,
+                network.store,
                 in_flight_max=meeting.terms.in_flight_max,
                 limit_s=limit_s,
                 host=meeting.host,
             )
-            yield layer, await stack.enter_async_context(opening)
+            yield layer, await stack.enter_async_context(meeting_next)
             return
         following = None if seat.next is None else address_of(setup, HIDDEN, seat.next)
         connecting = open_stream_hidden(

@@ -1,4 +1,4 @@
-"""`aserve bench serve|kernels|plan`: finds the measurement asked for and runs it."""
+"""`aserve bench serve|kernels|plan|layouts`: finds the measurement asked for and runs it."""
 
 import argparse
 import importlib
@@ -11,6 +11,7 @@ MEASUREMENTS = {
     "serve": "drive an OpenAI-compatible server",
     "kernels": "each native operation against its floor on this machine",
     "plan": "the planner's cost per step",
+    "layouts": "each layout of ranks beside one rank",
 }
 
 

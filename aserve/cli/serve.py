@@ -3,11 +3,17 @@
 import gc
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from aserve.cli.flags import CommandParser, add_model_flags, config_of
 from aserve.cli.outcome import say
 from aserve.cli.progress import Progress, Stopwatch
+from aserve.core.config import Config
 
+if TYPE_CHECKING:
+    import trio
+
+LEAVE_S = 5.0  # beyond the time that rank 0 has to drain
 ALIASES = {
     "server.host": ("--host", "ADDRESS"),
     "server.port": ("--port", "PORT"),
@@ -33,6 +39,11 @@ def run(given: Sequence[str]) -> int:
     from aserve.actors.loading import name_of
     from aserve.api.server import serve
 
+    if config.ranks.live == "cluster":
+        from aserve.actors.cluster import follows
+
+        if follows(config):
+            return follow(config)
     with Progress() as progress:
 
         def ready(url: str) -> None:
@@ -51,3 +62,35 @@ def run(given: Sequence[str]) -> int:
         return 0
     say(f"ended by {ended_by.name}")
     return 128 + ended_by
+
+
+def follow(config: Config) -> int:
+    """A process of a cluster that is not rank 0: it serves no HTTP, it obeys.
+
+    SIGTERM lets requests end that rank 0 is draining; a second ends it at once.
+    """
+    import trio
+
+    from aserve.actors import cluster
+    from aserve.api.log import start_log
+
+    start_log(config.server)
+
+    async def main() -> int:
+        with trio.CancelScope() as scope, Progress() as progress:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_leave_on_signals, scope, config.server.drain_s + LEAVE_S)
+                await cluster.follow(config, progress)
+                nursery.cancel_scope.cancel()
+        return 0
+
+    return trio.run(main)
+
+
+async def _leave_on_signals(scope: "trio.CancelScope", limit_s: float) -> None:
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            now = trio.current_time()
+            scope.deadline = now + limit_s if scope.deadline > now + limit_s else now
