@@ -3,7 +3,7 @@
 Each direction has a thread of its own, since gloo's calls block. A fixed header goes first and is
 compared before a tensor is received: gloo ends the process where a buffer is too small. A call of
 gloo cannot be interrupted, so a thread that waits for a lost peer is left behind; it ends by itself
-within the limit.
+within the limit, and the process with it.
 """
 
 import queue
@@ -140,12 +140,13 @@ class _Fetch:
 
 
 class _Thread:
-    """Runs blocking jobs in order; a daemon, as a job may never end before its process does."""
+    """Runs blocking jobs in order. No daemon: to end the interpreter under gloo's feet is to abort
+    the process, and each of its calls has a limit."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=name).start()
 
     def submit(self, job: Callable[[], None], done: Callable[[str | None], None]) -> None:
         """`done(error)` in trio's thread when the job has ended."""
@@ -231,13 +232,23 @@ async def open_torch_hidden(
 
 
 async def _meet(open_group: Callable[[], Group], peer: int, limit_s: float) -> Group:
-    why = f"it did not come within {limit_s:g} s"
+    thread = _Thread(f"aserve-hidden-to-{peer}")
+    groups: list[Group] = []
+    errors: list[str | None] = []
+    met = trio.Event()
+
+    def done(error: str | None) -> None:
+        errors.append(error)
+        met.set()
+
+    thread.submit(lambda: groups.append(open_group()), done)
+    thread.close()
     with trio.move_on_after(limit_s):
-        try:
-            return await trio.to_thread.run_sync(open_group, abandon_on_cancel=True)
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-    raise PlaneTimeout((peer,), f"rank {peer}: {why}")
+        await met.wait()
+    if not groups:
+        why = errors[0] if errors else f"it did not come within {limit_s:g} s"
+        raise PlaneTimeout((peer,), f"rank {peer}: {why}")
+    return groups.pop()
 
 
 def _open_group(store: Store, role: int, limit_s: float, host: str | None) -> Group:
