@@ -5,6 +5,7 @@ another call was made or another size expected (there gloo ends the process, or 
 such ranks miss each other until the limit. Other backends (NCCL) have no tags: one all-to-all.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -66,7 +67,7 @@ class GlooExchange:
         self._first = stage[0]
         self._rank = rank
         self._limit_s = limit_s
-        self._peer = next(peer for peer in stage if peer != rank)
+        self._peers = [peer - stage[0] for peer in stage if peer != rank]
         self._group = gloo(store, rank - stage[0], len(stage), options)
 
     def move(
@@ -89,12 +90,11 @@ class GlooExchange:
 
     def wake(self) -> None:
         # A wait that runs out closes every connection of the group, which wakes whoever waits on
-        # one, at both ends; gloo's own abort does not.
+        # one, at both ends; gloo's own abort does not. It takes one connection that is still open.
         nothing = torch.empty(1, dtype=torch.uint8)
-        try:
-            self._group.recv([nothing], self._peer - self._first, NO_CALL).wait(WAKE)
-        except RuntimeError:
-            return
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([nothing], peer, NO_CALL).wait(WAKE)
 
 
 def _tag(key: int, sender: int, receiver: int, x: Tensor) -> int:
@@ -143,12 +143,16 @@ class AllToAllExchange:
             group.abort()
 
 
+# The classes that torch has where it was built with them.
+BACKENDS = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+
+
+def check_backend(backend: str) -> None:
+    """Raises ConfigError for one that this torch lacks."""
+    if not hasattr(dist, BACKENDS.get(backend, "")):
+        raise ConfigError(f"this torch has no {backend!r} backend for collectives")
+
+
 def _communicator(network: Network, store: Store, place: int, n: int, limit_s: float) -> Any:
-    kinds: dict[str, Any] = {
-        name: getattr(dist, f"ProcessGroup{kind}", None)
-        for name, kind in (("gloo", "Gloo"), ("nccl", "NCCL"))
-    }
-    kind = kinds.get(network.backend)
-    if kind is None:
-        raise ConfigError(f"this torch has no {network.backend!r} backend for collectives")
+    kind = getattr(dist, BACKENDS[network.backend])
     return kind(store, place, n, timedelta(seconds=limit_s))

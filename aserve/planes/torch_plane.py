@@ -21,7 +21,13 @@ from aserve.planes import signature
 from aserve.planes.board import Call, in_rank_order, sum_in_order
 from aserve.planes.layer import Alone, LayerEnd
 from aserve.planes.signature import Failure, Signature
-from aserve.planes.torch_exchange import AllToAllExchange, Exchange, GlooExchange, Network
+from aserve.planes.torch_exchange import (
+    AllToAllExchange,
+    Exchange,
+    GlooExchange,
+    Network,
+    check_backend,
+)
 from aserve.planes.torch_watch import Watch
 
 # A sum of more than this many bytes a rank is taken in shares, each by one rank, then gathered.
@@ -237,6 +243,7 @@ def open_torch_plane(
     stage = range(first, first + grid.tp)
     store = PrefixStore(f"layer/{first}", network.store)
     store.set(f"here/{rank}", "")
+    check_backend(network.backend)
     open_exchange = GlooExchange if network.backend == "gloo" else AllToAllExchange
     try:
         exchange = open_exchange(network._replace(store=store), stage, rank, limit_s)

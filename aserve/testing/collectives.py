@@ -182,9 +182,9 @@ def _large(plane: LayerEnd, grid: Grid) -> None:
 
 def _many(plane: LayerEnd, grid: Grid) -> None:
     tp, rows = Group(plane, grid, "tp"), Group(plane, grid, "rows")
-    for step in range(10):
+    for step in range(5):
         plane.start(step)
-        for number in range(20):
+        for number in range(16):
             tp.all_reduce((1, 4, 16), torch.float32, step, number)
             rows.all_gather([number % 4] * rows.size, (16,), torch.float32, step, number)
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -39,6 +40,13 @@ def on_threads(grid: Grid, body: Callable[[int], None]) -> dict[int, BaseExcepti
     for thread in threads:
         thread.join()
     return dict(sorted(raised.items()))
+
+
+def wait_until_waiting(plane: LayerEnd) -> None:
+    until_s = time.monotonic() + 10
+    while "(waiting)" not in plane.last_call:
+        assert time.monotonic() < until_s
+        time.sleep(0.0005)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The conformance suite over the planes of one process, and what only these can do."""
+"""The conformance suite over every layer plane, its ranks threads or greenlets of this process."""
 
 from functools import partial
 
@@ -14,9 +14,21 @@ TRANSPORTS = {
     "gloo": partial(ranks.run_torch, "step"),
     "gloo, every call checked": partial(ranks.run_torch, "call"),
 }
+# Where more than one transport is slow, or all are over sockets.
+SLOW_CASES = {"one absent", "two absent", "large tensors"}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_case_passes_in_one_process(transport: str, name: str) -> None:
+PAIRS = [
+    pytest.param(
+        transport,
+        name,
+        marks=[pytest.mark.slow] if "gloo" in transport or name in SLOW_CASES else [],
+    )
+    for transport in TRANSPORTS
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize(("transport", "name"), PAIRS)
+def test_every_case_passes_on_every_transport(transport: str, name: str) -> None:
     check_collective(TRANSPORTS[transport], [name])

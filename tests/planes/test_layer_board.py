@@ -1,7 +1,6 @@
 """The board and signatures as data, and the greenlets that forwards run in."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from aserve.planes.board import Board, Call, combined, share
 from aserve.planes.inline import compute_inline, open_inline_planes
 from aserve.planes.layer import LayerEnd, open_thread_planes
 from aserve.planes.signature import Signature
-from tests.planes.ranks import closing
+from tests.planes.ranks import closing, wait_until_waiting
 
 EXCHANGE = Signature(1, 7, 2, "all_to_all", "ep", "bfloat16", (5, 8), (2, 3, 0, 3))
 SIGNATURES = [
@@ -116,13 +115,6 @@ def test_the_first_failure_stays() -> None:
 
 PAIR = Grid(Layout(tp=2))
 X = torch.ones(1, 4)
-
-
-def wait_until_waiting(plane: LayerEnd) -> None:
-    deadline_s = time.monotonic() + 10
-    while "(waiting)" not in plane.last_call:
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.0005)
 
 
 def test_abort_wakes_a_thread_that_waits() -> None:
