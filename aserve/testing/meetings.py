@@ -20,6 +20,8 @@ from aserve.testing.pairs import HiddenPair
 OpenHidden = Callable[..., AbstractAsyncContextManager[HiddenPair]]  # limit_s=...
 Check = Callable[[OpenHidden], Awaitable[None]]
 
+AT_ONCE_S = 2.0
+
 X = {"hidden": torch.ones(3, 4)}
 SHAPES: Shapes = {"hidden": ((3, 4), torch.float32)}
 # What is sent at step 7 and is not X at step 7, and how a rank calls it.
@@ -121,12 +123,14 @@ async def check_abort_frees_who_waits(open_hidden: OpenHidden) -> None:
     """From another thread, as a collective that broke would; and who comes later too."""
     async with open_hidden() as pair:
         async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.deadline = trio.current_time() + AT_ONCE_S
             waiting = _raised(PlaneError, pair.second.receive(0, SHAPES), "a rank is gone")
             nursery.start_soon(_awaited, waiting)
             await trio.testing.wait_all_tasks_blocked()
             thread = threading.Thread(target=pair.second.abort, args=("a rank is gone",))
             thread.start()
             thread.join()
+        assert not nursery.cancel_scope.cancelled_caught, "who waits was not freed"
         await _raised(PlaneError, pair.second.receive(1, SHAPES), "a rank is gone")
         pair.first.abort("a rank is gone")
         await _raised(PlaneError, pair.first.send(0, X), "a rank is gone")
