@@ -73,7 +73,7 @@ async def measure_once(engine: Engine, dice: random.Random, streams: int, n_toke
     started = time.perf_counter()
     async with trio.open_nursery() as nursery:
         for prompt in prompts:
-            nursery.start_soon(collect, engine.submit(prompt, params))
+            nursery.start_soon(collect, engine.submit(prompt, params), prompt, params)
     elapsed_s = time.perf_counter() - started
     return streams * (length if n_tokens == 1 else n_tokens) / elapsed_s
 

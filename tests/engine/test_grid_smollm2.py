@@ -67,7 +67,8 @@ async def said(path: pathlib.Path, live: str, **layout: int) -> list[Texts]:
             async def ask(
                 at: int, params: SamplingParams = params, texts: Texts = texts
             ) -> None:
-                done = await collect(engine.submit(PROMPTS[at], params))
+                answer = engine.submit(PROMPTS[at], params)
+                done = await collect(answer, answer.prompt_token_ids, params)
                 texts[at] = tuple(done.choices[0].token_ids)
 
             async with trio.open_nursery() as nursery:
