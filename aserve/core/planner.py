@@ -6,7 +6,7 @@ Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 import msgspec
 
 from aserve.core.admission import refuse_misfit
-from aserve.core.chunk import Bounds
+from aserve.core.chunk import Bounds, Cost
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
 from aserve.core.group import Group
@@ -122,6 +122,11 @@ class Planner:
     def request_len_max(self) -> int:
         """The most tokens, prompt and output together, that one request may have."""
         return min(self._context_len, self._cache.pages_total * self._cache.page_size + 1)
+
+    @property
+    def chunk_cost(self) -> Cost | None:
+        """What a chunk takes on the first stage, as fitted; None without dynamic chunks."""
+        return self._sizer.cost
 
     @property
     def waiting_free(self) -> int:
