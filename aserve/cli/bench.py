@@ -1,4 +1,4 @@
-"""`aserve bench serve|kernels|plan|layouts`: finds the measurement asked for and runs it."""
+"""`aserve bench serve|kernels|plan|layouts|pipeline`: finds the measurement asked for and runs it."""
 
 import argparse
 import importlib
@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "kernels": "each native operation against its floor on this machine",
     "plan": "the planner's cost per step",
     "layouts": "each layout of ranks beside one rank",
+    "pipeline": "how long stages wait, with fixed and with dynamic chunks",
 }
 
 
