@@ -25,6 +25,8 @@ from aserve.planes.request_stream import open_follower
 from aserve.planes.terms import Terms
 from aserve.wire.address import parse_address
 
+HEAR_S = 0.1
+
 # What ranks of one grid may differ in: where each one is, and what only a leader reads.
 OWN = {
     "model": ("path", "name", "context_len", "chat_template", "tool_parser", "reasoning_parser"),
@@ -83,7 +85,7 @@ class Follower:
 
     async def _hear_farewell(self, end: FollowerEnd) -> None:
         """It came before the leader's end, if it came."""
-        with trio.move_on_after(0), suppress(PeerError):
+        with trio.move_on_after(HEAR_S), suppress(PeerError):
             self.dismissed = (await end.wait_setup()) == FAREWELL
 
     async def _load(self, config: Config) -> tuple[Known, RankModel]:

@@ -85,6 +85,7 @@ class Supervisor:
             CacheSpec(config.cache.page_size, pages_total),
             context_len=self._placement.known.context_len,
             layout=config.layout,
+            vocab_size=self._placement.known.vocab_size,
         )
         return Leader(planner, world=grid.world, in_flight_max=in_flight_max(config))
 

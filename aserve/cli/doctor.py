@@ -129,6 +129,8 @@ def _tree(name: str, value: Any, indent: str = "") -> Iterator[str]:
     nested = isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value)
     )
+    if name == "digest" and isinstance(value, int):
+        value = f"{value:08x}"  # as the ranks tell theirs
     if not nested:
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         yield f"{indent}{name}: {shown}"

@@ -114,3 +114,10 @@ def open_tiny(tiny_model_path: pathlib.Path) -> OpenEngine:
         return open_engine(tiny_model_path, **settings)
 
     return opened
+
+
+async def wait_answered(engine: Engine) -> None:
+    """Until every rank has reported every step: clients may have all their tokens before."""
+    with trio.fail_after(10):
+        while engine._leader.awaited:
+            await engine.wait_progress()

@@ -1,0 +1,128 @@
+"""The tiny model in every layout says what one rank says: in one thread, in threads, in processes."""
+
+from typing import Any
+
+import pytest
+import trio
+
+from aserve.actors.completion import Completion, collect
+from aserve.actors.engine import Engine
+from aserve.core.request import SamplingParams, StructuredOutput
+
+from .conftest import OpenEngine, wait_answered
+
+TEXT = "Once upon a time the dog said that it would not mind, and the fox jumped over it. " * 4
+
+
+def asked(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 16, "logprobs": 2, "ignore_eos": True} | more)
+
+
+REQUESTS: tuple[tuple[str, SamplingParams], ...] = (
+    (TEXT[:20], asked(temperature=0)),
+    (TEXT[:150], asked(temperature=0, prompt_logprobs=1)),
+    (TEXT[:150], asked(seed=1, top_p=0.9)),
+    (TEXT[:300], asked(seed=2, temperature=0.7, top_k=40, repetition_penalty=1.2)),
+    (TEXT[:60], asked(seed=6, structured_outputs=StructuredOutput(regex="[a-z ]{40}"))),
+    ("A", asked(seed=7, n=2)),
+)
+SETTINGS = {"schedule__step_tokens": 48, "cache__page_size": 8}
+
+
+async def finish_all(engine: Engine) -> list[Completion]:
+    generations = [(engine.generate(prompt, params), params) for prompt, params in REQUESTS]
+    return [await collect(one, one.prompt_token_ids, params) for one, params in generations]
+
+
+def check_same(found: list[Completion], alone: list[Completion]) -> None:
+    """To the last bit: numerics are exact unless told otherwise."""
+    for one, other in zip(found, alone, strict=True):
+        for choice, twin in zip(one.choices, other.choices, strict=True):
+            assert choice.error is None
+            assert choice.token_ids == twin.token_ids
+            assert choice.text == twin.text
+            assert choice.logprobs == twin.logprobs
+            assert choice.prompt_logprobs == twin.prompt_logprobs
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Completion]:
+    return []
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {"layout__tp": 2},
+    "pp 2": {"layout__pp": 2},
+    "pp 2, overlap": {"layout__pp": 2, "schedule__overlap": 1},
+    "dp 2": {"layout__tp": 2, "layout__dp": 2},
+    "cp 2": {"layout__tp": 2, "layout__cp": 2},
+    "cp 2 zigzag": {"layout__tp": 2, "layout__cp": 2, "layout__cp_split": "zigzag"},
+    "pp 2, tp 2": {"layout__pp": 2, "layout__tp": 2},
+    "pp 2, dp 2": {"layout__pp": 2, "layout__tp": 2, "layout__dp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", ["inline", "thread"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_ranks_in_one_process(
+    open_tiny: OpenEngine, alone: list[Completion], layout: str, live: str
+) -> None:
+    await compare(open_tiny, alone, {**LAYOUTS[layout], "ranks__live": live})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2", "dp 2", "cp 2"])
+async def test_ranks_in_processes(
+    open_tiny: OpenEngine, alone: list[Completion], layout: str
+) -> None:
+    await compare(open_tiny, alone, {**LAYOUTS[layout], "ranks__live": "process"})
+
+
+@pytest.mark.slow
+async def test_sums_over_torch_distributed(open_tiny: OpenEngine, alone: list[Completion]) -> None:
+    settings = {**LAYOUTS["tp 2"], "ranks__live": "process", "ranks__layer_plane": "torch"}
+    await compare(open_tiny, alone, settings)
+
+
+@pytest.mark.slow
+async def test_one_rank_in_a_process(open_tiny: OpenEngine, alone: list[Completion]) -> None:
+    await compare(open_tiny, alone, {"ranks__live": "process"})
+
+
+async def compare(open_tiny: OpenEngine, alone: list[Completion], settings: dict[str, Any]) -> None:
+    if not alone:
+        async with open_tiny(**SETTINGS) as engine:
+            alone += await finish_all(engine)
+    async with open_tiny(**SETTINGS, **settings) as engine:
+        check_same(await finish_all(engine), alone)
+        await wait_answered(engine)
+        state = await engine.debug_state()
+        assert state.silent == ()
+        assert {rank.reported_step for rank in state.ranks} == {state.planner.step - 1}
+        assert {rank.digest for rank in state.ranks} == {f"{state.planner.digest:08x}"}
+        statistics = engine.statistics()
+        assert statistics.restarts == 0
+        assert statistics.planner.kv_pages_used == 0
+
+
+async def test_dynamic_chunks_say_the_same(open_tiny: OpenEngine) -> None:
+    texts = []
+    for settings in ({}, {"schedule__dynamic_chunks": True, "layout__pp": 2}):
+        async with open_tiny(**SETTINGS, **settings) as engine:
+            with trio.fail_after(30):
+                texts.append([one.text for one in await finish_all(engine)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+async def test_more_than_four_ranks_live_in_processes_by_themselves(
+    open_tiny: OpenEngine, alone: list[Completion]
+) -> None:
+    """world 8: two stages of dp 2 x cp 2, and every expert-less axis beside."""
+    axes = {"layout__pp": 2, "layout__tp": 4, "layout__dp": 2, "layout__cp": 2}
+    async with open_tiny(**SETTINGS, **axes) as engine:
+        assert (await engine.debug_state()).live == "process"
+        done = await finish_all(engine)
+    if alone:
+        check_same(done, alone)
