@@ -234,9 +234,11 @@ class Composer:
 
     def _chunk_base(self, sequence: Sequence, start: int) -> int:
         """The length of a prompt's first chunk; settled when it begins."""
-        if sequence.phase == Phase.WAITING and sequence.chunk_from != start:
-            sequence.chunk_base = self.sizer.base(start, len(sequence.tokens))
-            sequence.chunk_from = start
+        if sequence.phase == Phase.WAITING:
+            bases = sequence.chunk_bases
+            if start not in bases:
+                bases[start] = self.sizer.base(start, len(sequence.tokens))
+            sequence.chunk_base = bases[start]
         return sequence.chunk_base
 
     def _add_waiting(self, composition: Composition) -> None:

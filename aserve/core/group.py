@@ -64,6 +64,7 @@ class Group:
         assert node is not None, sequence.seq
         sequence.group = self.index
         sequence.hits.clear()
+        sequence.chunk_bases.clear()
         sequence.cached_pages = node.depth
         sequence.computed_len = sequence.kv_len = node.depth * self.page_size
         sequence.pages = self.tree.path_pages(node)

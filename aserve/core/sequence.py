@@ -50,7 +50,7 @@ class Sequence:
         "cached_len",
         "cached_pages",
         "chunk_base",
-        "chunk_from",
+        "chunk_bases",
         "computed_len",
         "draft",
         "group",
@@ -98,8 +98,8 @@ class Sequence:
         self.microbatch = NO_MICROBATCH
         self.in_flight = 0  # plans with rows of it that some rank has not reported
         self.spoiled = False  # its KV may be wrong: nothing more of it goes into the cache
-        self.chunk_base = 0  # with dynamic chunks: the first one's length, if it starts at
-        self.chunk_from = -1  # `chunk_from` rows
+        self.chunk_base = 0  # with dynamic chunks: the length of the first one
+        self.chunk_bases: dict[int, int] = {}  # while waiting: what it would be after so many rows
         self.cached_len = -1  # prompt tokens found in the cache when first admitted
         self.prompt_logprobs_len = 0  # entries already given out; they start at token 1
         self.waits_for: Sequence | None = None  # is computing `wait_pages` pages that we need too
@@ -123,6 +123,7 @@ class Sequence:
         self.forget_kv()
         self.in_flight = 0
         self.hits.clear()
+        self.chunk_bases.clear()
         self.waits_for = None
 
     def reusable_len(self) -> int:
