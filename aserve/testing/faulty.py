@@ -79,7 +79,7 @@ FAULTS: tuple[Fault, ...] = (
         "crashes",
         {"prompt_logprobs": 1.0},
     ),
-    Fault("outputs lost in a restart", planner.outputs_lost, (Law.TEXT,), "crashes"),
+    Fault("outputs lost on the way", planner.outputs_lost, (Law.TEXT,), "crashes"),
     Fault(
         "leader sleeps through an arrival",
         planner.wake_lost,

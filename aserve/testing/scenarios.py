@@ -27,8 +27,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "tight-pool",
-        "a pool that holds little more than one request: retraction at every turn",
-        {"pages_spare": 0.2, "max_tokens_max": 24, "running_max": 24, **BUSY, **NO_TROUBLE},
+        "a pool for three of the many that grow in it: retraction at every turn",
+        {"crowd": True, "aborts": 0.0, "running_max": 24, "group_rows": 32, "dp": 1, **NO_TROUBLE},
     ),
     Scenario(
         "trees",
@@ -38,7 +38,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "trees-in-a-tight-pool",
         "retraction takes a draft with it, and surplus pages are all there is to give",
-        {"draft_max": 5, "page_size": 2, "pages_spare": 0.2, "running_max": 24, **BUSY},
+        {"draft_max": 5, "page_size": 2, "crowd": True, "group_rows": 32, "running_max": 24},
     ),
     Scenario(
         "idle-groups",
@@ -78,7 +78,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "prompt-logprobs-again",
         "a retraction or restart computes prompt rows twice and must tell of them once",
-        {"prompt_logprobs": 0.5, "pages_spare": 0.2, "group_rows": 8, **BUSY},
+        {"prompt_logprobs": 0.5, "crowd": True, "group_rows": 16, "troubles": 2},
     ),
     Scenario(
         "aborts",

@@ -104,14 +104,19 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         overlap=overlap,
         dynamic_chunks=choose.maybe("dynamic_chunks", 0.1) and layout.pp > 1,
     )
-    arrivals = Load(choose, shape).arrivals()
+    load = Load(choose, shape)
+    arrivals = load.arrivals()
     len_max = max(
         len(request.tokens) + request.max_tokens
         for arrival in arrivals
         for request in arrival.requests
     )
     least = -(-(len_max + draft_max) // page_size) + 1
-    spare = least * choose.one_of("pages_spare", 0, 0.2, 1, 4)
+    spare = least * choose.one_of(
+        # What a crowd is expected to need fits, and what it does need does not.
+        "pages_spare",
+        *((0.6, 1.2, 2, 3) if load.crowd else (0, 0.2, 1, 4)),
+    )
     setup = Setup(
         layout=layout,
         shape=shape,
@@ -162,15 +167,17 @@ def _troubles(choose: Choices, layout: Layout) -> tuple[Trouble, ...]:
     made = []
     for _ in range(count):
         rank = random.randrange(world)
+        kind = random.choice(kinds)
+        for_ms = random.choice((1.0, 5.0, 50.0, 500.0)) * random.random()
         # A rank's links: with the leader, and with its likes of the next stage.
         next_stage = rank + layout.tp if rank + layout.tp < world else -1
         made.append(
             Trouble(
                 at_ms=round(random.uniform(0, 40), 3),
-                kind=random.choice(kinds),
+                kind=kind,
                 rank=rank,
                 peer=random.choice((-1, next_stage)),
-                for_ms=round(random.choice((1.0, 5.0, 50.0, 500.0)) * random.random(), 3),
+                for_ms=round(min(for_ms, 50.0) if kind == "delay" else for_ms, 3),
             )
         )
     return tuple(sorted(made, key=lambda trouble: trouble.at_ms))
@@ -194,13 +201,16 @@ class Load:
         self._stops = choose.one_of("stops", 0.0, 0.3)
         self._priorities = choose.maybe("priorities", 0.3)
         self._seeded = choose.one_of("seeded", 0.0, 1.0, 0.7)
-        self._long = choose.between("prompt_len_max", 4, 60)
-        self._output = choose.between("max_tokens_max", 2, 24)
+        # Many that come in short and grow long are what a pool runs out of pages for.
+        self.crowd = choose.maybe("crowd", 0.2)
+        self._long = choose.between("prompt_len_max", 4, 6 if self.crowd else 60)
+        self._output = choose.between("max_tokens_max", *((30, 40) if self.crowd else (2, 24)))
 
     def arrivals(self) -> tuple[Arrival, ...]:
         choose, random = self._choose, self._random
         count = choose.between("requests", 2, 9)
-        pace = choose.one_of("pace_ms", 0.0, 0.5, 5.0)  # mean between arrivals; 0: all at once
+        # The mean between arrivals; 0: all at once.
+        pace = choose.one_of("pace_ms", 0.0, 0.5 * (not self.crowd), 5.0 * (not self.crowd))
         made: list[Arrival] = []
         now_ms, seq = 0.0, 0
         for _ in range(count):
@@ -219,12 +229,12 @@ class Load:
         request = Request(
             seq,
             tokens,
-            random.randint(1, self._output),
+            self._output if self.crowd else random.randint(1, self._output),
             sampling,
             random.choice((0, -1, 1)) if self._priorities else 0,
             random.choice(("", "", "tenant")) if self._priorities else "",
         )
-        n = self._choose.of("n", random.choice((1, 1, 1, 3)))
+        n = self._choose.of("n", 3 if self.crowd else random.choice((1, 1, 1, 3)))
         requests = tuple(
             msgspec.structs.replace(
                 request,
@@ -249,16 +259,18 @@ class Load:
         """A prompt: alone, behind a shared prefix, or going on from an earlier answer."""
         random, vocab = self._random, self._shape.vocab
         tail = [random.randrange(vocab) for _ in range(random.randint(1, self._long))]
-        if parent is not None and random.random() < 0.6:
+        prefix_len = random.randint(1, 8 if self.crowd else 40)
+        if parent is not None and not self.crowd and random.random() < 0.6:
             before = parent.requests[0]
             said = say(before, self._shape)
             tail = [*before.tokens, *said.tokens, *tail[:6]]
         elif self._shared and random.random() < 0.7:
-            tail = [*random.choice(self._prefixes)[: random.randint(1, 40)], *tail[:6]]
+            tail = [*random.choice(self._prefixes)[:prefix_len], *tail[:6]]
         return tuple(tail[: max(100, self._long)])
 
     def _sampling(self) -> Sampling:
         random, vocab = self._random, self._shape.vocab
+        n_stops = 0 if self.crowd else random.choice((0, 1, 3))
         rule = None
         if random.random() < self._rules:
             rule = Grammar(RULE_KIND, f"{random.randrange(1000)}{random.choice(('', '', '!'))}")
@@ -266,7 +278,7 @@ class Load:
             seed=random.randrange(1 << 40),
             temperature=1.0 if random.random() < self._seeded else 0.0,
             min_tokens=random.choice((0, 0, 5)),
-            stop_ids=tuple(sorted(random.sample(range(vocab), random.choice((0, 1, 3))))),
+            stop_ids=tuple(sorted(random.sample(range(vocab), n_stops))),
             logprobs=random.randint(0, 2) if random.random() < self._logprobs else -1,
             prompt_logprobs=random.randint(0, 2) if random.random() < self._prompt_logprobs else -1,
             grammar=rule,
