@@ -58,7 +58,7 @@ Check = Callable[[OpenPair], Awaitable[None]]
 
 # A real transport's events come within this, or the check fails instead of hanging.
 DEADLINE_S = 20.0
-SMALL, LARGE = 16, 1 << 18
+SMALL, LARGE, HUGE = 16, 1 << 18, 6 << 20
 
 
 async def check_channel(open_pair: OpenPair) -> None:
@@ -109,12 +109,15 @@ async def check_slow_reader_holds_the_sender_up(open_pair: OpenPair) -> None:
 
 
 async def check_sender_leaves(open_pair: OpenPair) -> None:
-    """What was sent is still received, then the end is told."""
+    """What was sent is still received, though it be more than a transport can hold; then the end
+    is told."""
     async with open_pair() as pair:
-        await pair.send(0, SMALL)
+        for number in range(pair.in_flight_max):
+            await pair.send(number, HUGE)
         pair.leave_sender()
-        await pair.receive(0, SMALL)
-        await _expect(pair.on_sender_left, pair.receive(1, SMALL))
+        for number in range(pair.in_flight_max):
+            await pair.receive(number, HUGE)
+        await _expect(pair.on_sender_left, pair.receive(pair.in_flight_max, SMALL))
 
 
 async def check_sender_dies_while_it_is_waited_for(open_pair: OpenPair) -> None:

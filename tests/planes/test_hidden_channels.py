@@ -7,16 +7,23 @@ import pytest
 import trio
 import trio.testing
 
-from aserve.testing.channels import CHECKS, DEADLINE_S, Check
+from aserve.testing.channels import (
+    CHECKS,
+    DEADLINE_S,
+    Check,
+    check_sender_leaves,
+    check_slow_reader_holds_the_sender_up,
+)
 from aserve.testing.meetings import MEETINGS
 from aserve.testing.pairs import memory_hidden, stream_hidden, torch_hidden
 from aserve.wire.link import Hop
 from aserve.wire.listener import open_socket_folder
 
+LONG = (check_slow_reader_holds_the_sender_up, check_sender_leaves)
 ALL_CHECKS = pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, marks=pytest.mark.slow) if "slow_reader" in check.__name__ else check
+        pytest.param(check, marks=pytest.mark.slow) if check in LONG else check
         for check in (*CHECKS, *MEETINGS)
     ],
     ids=lambda check: check.__name__,
