@@ -65,7 +65,9 @@ class Admit(Struct, frozen=True):
 class Rows(Struct, frozen=True):
     """One sequence's rows in one step: `tokens` at positions `start + depth`.
 
-    `parents` index into these rows (-1: the sequence's last cached token); `()` means a chain.
+    `parents` index into these rows (-1: the sequence's last token before them); `()` means a chain
+    of known tokens, else row 0 is the last known token and the others are a draft below it. Row
+    `i` has slot `start + i` of the sequence either way. `start` is what was planned of it before.
     `sample`: the last row (every row, if a tree) gets logits and a draw. `pages` are appended to
     the sequence's page table before the step.
     """
@@ -79,10 +81,10 @@ class Rows(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """What an earlier step turned out to be: rows `path` kept, then `tokens` appended.
+    """What the last rows that drew turned out to be: rows `path` kept, then `tokens` appended.
 
-    For a chain without drafts `path` is every row of the step and `tokens` the one drawn token,
-    or `()` for a prefill chunk that drew none.
+    For a chain `path` is every row and `tokens` the one drawn. Of a tree each rank moves the KV of
+    row `path[d]` to slot `start + d`. A chunk that drew nothing has no commit: it is no news.
     """
 
     seq: int
