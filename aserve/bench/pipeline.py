@@ -31,7 +31,8 @@ from aserve.core.message import StepReport
 from aserve.core.request import SamplingParams
 
 PAGE_SIZE = 16
-PIPELINES, PROMPTS, BASES = (4, 8, 16), (32768, 65536, 131072), (2048, 4096, 8192)
+PIPELINES, PROMPTS, CHUNKS = (4, 8, 16), (32768, 65536, 131072), (2048, 8192)
+ALL_CHUNKS = tuple(64 << at for at in range(8))  # among which the best fixed one is looked for
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -47,7 +48,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """`ttft_share` is dynamic over fixed; waits are of the stage that waits longest."""
+    """Times to the first token are dynamic over fixed; waits are of the stage that waits longest.
+
+    `best` is the fixed chunk that hindsight would choose for this very prompt and pipeline.
+    """
 
     pp: int
     prompt_len: int
@@ -56,6 +60,8 @@ class Simulated:
     fixed_wait: float
     dynamic_wait: float
     ttft_share: float
+    best: int
+    ttft_share_best: float
 
 
 class Listener:
@@ -118,7 +124,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Cost | N
                 seen = await prefill(engine, listener, options.prompt, options.pp)
                 if number:  # the first warms up
                     found[name].append(seen)
-        cost = engines["dynamic"][0]._leader.planner.chunk_cost
+        cost = engines["dynamic"][0]._leader.planner.sizer.cost
     return [median_of(name, seen) for name, seen in found.items()], cost
 
 
@@ -139,22 +145,20 @@ def simulate(cost: Cost, measured_pp: int) -> list[Simulated]:
         share = measured_pp / pp
         stage = Cost(cost.a * share, cost.b * share, cost.c, cost.d * share)
         for prompt_len in PROMPTS:
-            for base in BASES:
-                bounds = Bounds(PAGE_SIZE, 2 * prompt_len, base)
+            fixed = {
+                chunk: pipeline_times(stage.micros, fixed_chunks(chunk, 0, prompt_len), pp)
+                for chunk in ALL_CHUNKS
+            }
+            best = min(ALL_CHUNKS, key=lambda chunk: fixed[chunk][0])
+            for chunk in CHUNKS:
+                bounds = Bounds(PAGE_SIZE, 2 * prompt_len, chunk)
                 first = best_base(stage, pp, 0, prompt_len, bounds)
-                fixed = pipeline_times(stage.micros, fixed_chunks(base, 0, prompt_len), pp)
                 chunks = dynamic_chunks(stage, first, 0, prompt_len, bounds)
-                dynamic = pipeline_times(stage.micros, chunks, pp)
+                ttft, waits = pipeline_times(stage.micros, chunks, pp)
+                share, share_best = ttft / fixed[chunk][0], ttft / fixed[best][0]
+                slowest = max(fixed[chunk][1]), max(waits)
                 rows.append(
-                    Simulated(
-                        pp,
-                        prompt_len,
-                        base,
-                        first,
-                        max(fixed[1]),
-                        max(dynamic[1]),
-                        dynamic[0] / fixed[0],
-                    )
+                    Simulated(pp, prompt_len, chunk, first, *slowest, share, best, share_best)
                 )
     return rows
 
@@ -166,14 +170,15 @@ def text_of(measured: Sequence[Measured], simulated: Sequence[Simulated]) -> str
         lines.append(f"| {one.chunks} | {one.n_chunks} | {one.ttft_s:.3f} | {waits} |")
     lines += [
         "",
-        "| pp | prompt | fixed chunk | first dynamic | slowest waits, fixed | dynamic | time to "
-        "first token, dynamic of fixed |",
-        "|---|---|---|---|---|---|---|",
+        "| pp | prompt | fixed chunk | first dynamic | slowest stage waits, fixed | dynamic | time "
+        "to first token, dynamic of fixed | of the best fixed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in simulated:
         lines.append(
             f"| {row.pp} | {row.prompt_len >> 10}k | {row.base} | {row.first} | "
-            f"{row.fixed_wait:.1%} | {row.dynamic_wait:.1%} | {row.ttft_share:.2f}x |"
+            f"{row.fixed_wait:.1%} | {row.dynamic_wait:.1%} | {row.ttft_share:.2f}x | "
+            f"{row.ttft_share_best:.2f}x ({row.best}) |"
         )
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 import msgspec
 
 from aserve.core.admission import refuse_misfit
-from aserve.core.chunk import Bounds, Cost
+from aserve.core.chunk import Bounds
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
 from aserve.core.group import Group
@@ -67,10 +67,10 @@ class Planner:
             for index in range(grid.dp)
         ]
         self._outbox = Outbox(self._in_flight_max)
-        self._sizer = self._open_sizer(schedule, grid)
+        self.sizer = self._open_sizer(schedule, grid)
         self._vocab_size = vocab_size
         self._composer = Composer(
-            self._groups, self._in_flight_max, schedule, self._outbox, draft_max, self._sizer
+            self._groups, self._in_flight_max, schedule, self._outbox, draft_max, self.sizer
         )
         self._flights = Flights(grid)
         self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
@@ -124,11 +124,6 @@ class Planner:
         return min(self._context_len, self._cache.pages_total * self._cache.page_size + 1)
 
     @property
-    def chunk_cost(self) -> Cost | None:
-        """What a chunk takes on the first stage, as fitted; None without dynamic chunks."""
-        return self._sizer.cost
-
-    @property
     def waiting_free(self) -> int:
         """How many more sequences `add` takes before it answers 429."""
         return max(0, self._waiting_max - len(self._composer.queue))
@@ -136,7 +131,7 @@ class Planner:
     @property
     def profiling(self) -> bool:
         """Whether requests wait for the profile of the first stage."""
-        return self._sizer.profile_len > 0
+        return self.sizer.profile_len > 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -192,7 +187,7 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do now, or too much is unanswered."""
-        if self._sizer.profile_len:
+        if self.sizer.profile_len:
             return self._plan_profile()
         while True:
             n_retractions = self._composer.n_retractions
@@ -213,7 +208,7 @@ class Planner:
         """The next step of the profile, alone in flight: nothing else is measured."""
         if len(self._flights):
             return None
-        n_rows = self._sizer.profile_len
+        n_rows = self.sizer.profile_len
         seq = -1 - n_rows  # clients' are not negative
         composition = compose_profile(
             self._composer, self._microbatch, n_rows, seq, self._vocab_size
@@ -245,22 +240,22 @@ class Planner:
         self._busy[microbatch] = True
         self._step = step + 1
         self._microbatch = (microbatch + 1) % self._in_flight_max
-        if not self._sizer.profile_len:
+        if not self.sizer.profile_len:
             self._n_rows += composition.n_rows
         return plan
 
     def _load(self, composition: Composition) -> tuple[float, float] | None:
         """What the group with most to do does, if the step's time says something of chunks."""
-        if self._sizer.cost is None:
+        if self.sizer.cost is None:
             return None
-        loads = [self._sizer.load(lane.rows) for lane in composition.lanes if lane.n_chunks]
+        loads = [self.sizer.load(lane.rows) for lane in composition.lanes if lane.n_chunks]
         return max([load for load in loads if load is not None], default=None)
 
     def _measure(self, flight: Flight) -> None:
-        if self._sizer.profile_len:
-            self._sizer.profiled(flight.micros)
+        if self.sizer.profile_len:
+            self.sizer.profiled(flight.micros)
         elif flight.load is not None:
-            self._sizer.served(flight.load, flight.micros)
+            self.sizer.served(flight.load, flight.micros)
 
     def report(self, report: StepReport) -> tuple[Output, ...]:
         """What one rank says of a step: outputs of every sequence of which it has something to say.
@@ -364,7 +359,7 @@ class Planner:
             rows=self._n_rows,
             requests=self._n_added,
             retractions=self._composer.n_retractions,
-            chunks_warning=self._sizer.warning,
+            chunks_warning=self.sizer.warning,
         )
 
     def state(self) -> PlannerState:
@@ -382,7 +377,7 @@ class Planner:
             leaving=tuple([len(group.leaving) for group in groups]),
             yielding=tuple([len(group.yielding) for group in groups]),
             pages=tuple([ledger(group) for group in groups]),
-            chunks=self._sizer.words(),
+            chunks=self.sizer.words(),
         )
 
     def check(self) -> None:
