@@ -57,18 +57,12 @@ class GlooExchange:
     tagged = True
 
     def __init__(self, network: Network, stage: range, rank: int, limit_s: float) -> None:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        host = network.host
-        device = gloo.create_default_device() if not host else gloo.create_device(hostname=host)
-        options._devices = [device]
-        options._timeout = timedelta(seconds=limit_s)
-        store = PrefixStore("gloo", network.store)
         self._first = stage[0]
         self._rank = rank
         self._limit_s = limit_s
         self._peers = [peer - stage[0] for peer in stage if peer != rank]
-        self._group = gloo(store, rank - stage[0], len(stage), options)
+        place, n = rank - stage[0], len(stage)
+        self._group = _gloo(network, PrefixStore("gloo", network.store), place, n, limit_s)
 
     def move(
         self, members: Sequence[int], key: int, give: Sequence[Tensor], get: Sequence[Tensor]
@@ -154,5 +148,17 @@ def check_backend(backend: str) -> None:
 
 
 def _communicator(network: Network, store: Store, place: int, n: int, limit_s: float) -> Any:
+    if network.backend == "gloo":
+        return _gloo(network, store, place, n, limit_s)
     kind = getattr(dist, BACKENDS[network.backend])
     return kind(store, place, n, timedelta(seconds=limit_s))
+
+
+def _gloo(network: Network, store: Store, place: int, n: int, limit_s: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    host = network.host
+    device = gloo.create_device(hostname=host) if host else gloo.create_default_device()
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=limit_s)
+    return gloo(store, place, n, options)

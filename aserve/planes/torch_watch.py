@@ -19,6 +19,7 @@ from aserve.planes.torch_exchange import Exchange
 
 BEAT_S = 0.25  # at most: between two looks of a watch
 BEATS_OF_SILENCE = 3  # before a rank whose connection broke is thought dead
+JOIN_S = 2.0
 FAILURE = "failure"
 
 
@@ -105,8 +106,9 @@ class Watch:
             self._exchange.wake()
 
     def close(self) -> None:
+        """Joins the thread, unless a store that no longer answers holds it."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(JOIN_S)
 
     def explain(self, call: Call, text: str, waited_s: float) -> None:
         """A call failed with gloo's text after so long: find out why, and break the plane so."""

@@ -21,7 +21,8 @@ struct Called {
   Called(const py::tuple& agreed_words, const py::tuple& own_words, int ranks)
       : at(numbers(agreed_words)), agreed(static_cast<int>(at.size())) {
     for (const int64_t word : numbers(own_words)) at.push_back(word);
-    require(at.size() <= static_cast<size_t>(Board::words_max(ranks)), "a call of too many words");
+    const auto words_max = static_cast<size_t>(Board::words_max(ranks));
+    require(at.size() <= words_max, "a call of too many words");
   }
   Words words() const { return {at.data(), static_cast<int>(at.size()), agreed}; }
 };
@@ -29,7 +30,8 @@ struct Called {
 class PyBoard {
  public:
   PyBoard(int file, int ranks, int rank, int64_t half_bytes, double limit_s)
-      : board_(file, checked(ranks, rank, half_bytes), rank, half_bytes, static_cast<int64_t>(limit_s * 1e9)),
+      : board_(file, checked(ranks, rank, half_bytes), rank, half_bytes,
+               static_cast<int64_t>(limit_s * 1e9)),
         ranks_(ranks),
         half_bytes_(half_bytes) {}
 

@@ -44,7 +44,8 @@ void wake_all(Word& word) {
 }
 
 void* map_shared(int file, int64_t bytes) {
-  void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  const auto size = static_cast<size_t>(bytes);
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) throw std::runtime_error(std::string("mmap: ") + std::strerror(errno));
   return memory;
 }
@@ -265,7 +266,9 @@ bool Board::agrees(const Group& group, Words words, const Post& post) {
     const int rank = group.members[place];
     if (rank == rank_) continue;
     Half* half = posted(group, rank);
-    if (half == nullptr ? waits_elsewhere(group, rank) : !same(*half, words, post, group.place, place)) {
+    const bool parted = half == nullptr ? waits_elsewhere(group, rank)
+                                        : !same(*half, words, post, group.place, place);
+    if (parted) {
       peers_.assign(1, rank);
       return false;
     }

@@ -8,7 +8,7 @@
 namespace aserve {
 namespace {
 
-// Of one element range: out = ((first + next) + next) + ..., a tile at a time so that it stays near.
+// out = ((first + next) + next) + ... of n elements, a tile at a time so that it stays near.
 constexpr int64_t tile = 1024;
 
 template <class Float>

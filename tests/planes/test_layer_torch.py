@@ -38,7 +38,7 @@ def run_untagged(case: Case) -> dict[int, BaseException | None]:
     for rank in range(grid.world):
         stage = range(rank // grid.tp * grid.tp, (rank // grid.tp + 1) * grid.tp)
         own = dist.PrefixStore(str(stage[0]), store)
-        exchange = AllToAllExchange(Network(own), stage, rank, case.limit_s)
+        exchange = AllToAllExchange(Network(own, "127.0.0.1"), stage, rank, case.limit_s)
         watch = Watch(grid, rank, own, exchange, case.limit_s)
         planes[rank] = LayerEnd(grid, rank, TorchTransport(grid, rank, exchange, watch, "step"))
     with ranks.closing(planes):
