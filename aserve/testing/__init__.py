@@ -1,1 +1,4 @@
-"""Small legible stand-ins that tests build deployments from; nothing in aserve imports this."""
+"""Stand-ins that tests and simulations build deployments from, and the simulator itself.
+
+Nothing in aserve imports this but `aserve sim`.
+"""

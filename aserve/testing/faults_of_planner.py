@@ -12,6 +12,7 @@ from aserve.core.outbox import Outbox
 from aserve.core.pages import OWNED, PagePool
 from aserve.core.radix import RadixTree
 from aserve.core.sequence import Sequence
+from aserve.errors import RankDied
 from aserve.testing.swap import Swap
 
 
@@ -195,3 +196,12 @@ def outputs_lost(swap: Swap) -> None:
 
 def wake_lost(swap: Swap) -> None:
     swap.put(Leader, "wake", lambda leader: None)
+
+
+def restart_imagined(swap: Swap) -> None:
+    def reported(right: Any, leader: Leader, report: Any) -> None:
+        right(leader, report)
+        if report.step == 5 and not leader.meters.finished["stop"]:
+            raise RankDied(0, "so it seems")
+
+    swap.wrap(Leader, "_report", reported)

@@ -206,3 +206,13 @@ def plan_lost(swap: Swap) -> None:
             right(end, message)
 
     swap.wrap(FollowerEnd, "take", take)
+
+
+def dropped_kept(swap: Swap) -> None:
+    def apply(right: Any, stage: LegibleStage, plan: Any) -> Any:
+        kept = {seq: stage.replica.sequences[seq] for seq in plan.drops}
+        work = right(stage, plan)
+        stage.replica.sequences |= kept
+        return work
+
+    swap.wrap(LegibleStage, "apply", apply)

@@ -29,7 +29,6 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 TREES = {"draft_max": 5, "max_tokens_max": 24, "troubles": 0}
-TIGHT = {"dp": 1, "pages_spare": 0.2, "running_max": 24, "max_tokens_max": 60, "prompt_len_max": 6}
 CALM = {"troubles": 0}
 
 FAULTS: tuple[Fault, ...] = (
@@ -145,6 +144,8 @@ FAULTS: tuple[Fault, ...] = (
         "trees",
         {**TREES, "structured": 1.0},
     ),
+    Fault("a rank keeps what was dropped", ranks.dropped_kept, (Law.IDLE, Law.RANK)),
+    Fault("restart without a cause", planner.restart_imagined, (Law.RESTARTS,), "swarm", CALM),
     Fault("digest not folded", ranks.digest_not_folded, (Law.DIGEST,)),
     Fault("one rank ignores drops", ranks.drops_ignored, (Law.DIGEST,)),
     Fault("a plan does not reach a rank", ranks.plan_lost, (Law.PLANES, Law.RANK, Law.STALL)),

@@ -28,6 +28,7 @@ class Start:
         self._held: dict[Hop, float] = {}  # until when a link carries nothing
         self._cut: set[Hop] = set()
         self._busy_until: dict[int, float] = {}
+        self.ended = trio.Event()
         self.crashes = [trio.Event() for _ in range(setup.layout.pp * setup.layout.tp)]
 
     def strike(self, trouble: Trouble) -> None:

@@ -42,6 +42,7 @@ from aserve.testing.swarm import CONTEXT_LEN, Arrival, Setup, Trouble
 from aserve.testing.trouble import BREAKING, PlannedCrash, Start
 
 PLANE_S = 0.25  # virtual
+NOTICED_WITHIN_S = 1.0  # a dead rank, however little there is to do
 ENDS_WITHIN_S = 30.0  # after the last arrival and the last trouble
 
 
@@ -177,7 +178,13 @@ class World:
         while self.start is None:
             await self.started.wait()
         self.n_struck += trouble.kind in BREAKING
-        self.start.strike(trouble)
+        start = self.start
+        start.strike(trouble)
+        if trouble.kind == "crash":
+            with trio.move_on_after(NOTICED_WITHIN_S):
+                await start.ended.wait()
+            noticed = start.ended.is_set()
+            self.laws.require(Law.RESTARTS, noticed, f"nobody misses rank {trouble.rank}")
 
     def _planned(self, plan: StepPlan) -> None:
         self._hash.update(encode_plan(plan) + repr(trio.current_time()).encode())
@@ -225,19 +232,19 @@ class LawfulSupervisor(Supervisor):
         self._laws = laws
 
     def _lead(self, pages_total: int) -> Leader:
-        """As above, but for the drafts, which no model of today has."""
+        leader = super()._lead(pages_total)
         setup = self._laws.setup
-        planner = Planner(
-            setup.schedule,
-            CacheSpec(setup.page_size, pages_total),
-            context_len=CONTEXT_LEN,
-            layout=setup.layout,
-            draft_max=setup.draft_max,
-        )
-        self._laws.watch(planner)
-        layout = setup.layout
-        in_flight_max = layout.pp + setup.schedule.overlap
-        return Leader(planner, world=layout.pp * layout.tp, in_flight_max=in_flight_max)
+        if setup.draft_max:  # no model of today drafts, so no configuration asks for it
+            leader.planner = Planner(
+                setup.schedule,
+                CacheSpec(setup.page_size, pages_total),
+                context_len=CONTEXT_LEN,
+                layout=setup.layout,
+                draft_max=setup.draft_max,
+                vocab_size=setup.shape.vocab,
+            )
+        self._laws.watch(leader.planner)
+        return leader
 
     def _broke(self, error: Exception) -> None:
         if not isinstance(error, CURABLE):
@@ -280,6 +287,7 @@ class SimulatedRanks:
                 yield Ranks(leader_end, world.setup.pages_total)
             finally:
                 world.start, world.started = None, trio.Event()
+                start.ended.set()
                 nursery.cancel_scope.cancel()
 
 
