@@ -3,7 +3,16 @@
 It knows places, not reasons: who owns a page stands in its sequence, who may evict it in the tree.
 """
 
+import msgspec
+
 FREE, OWNED, CACHED = 0, 1, 2
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """The KV pool of each attention-DP group."""
+
+    page_size: int
+    pages_total: int
 
 
 class PagePool:

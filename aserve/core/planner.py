@@ -3,10 +3,7 @@
 Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 """
 
-import msgspec
-
 from aserve.core.admission import refuse_misfit
-from aserve.core.chunk import Bounds
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
 from aserve.core.group import Group
@@ -15,11 +12,12 @@ from aserve.core.layout import Grid
 from aserve.core.merge import Flight, Flights
 from aserve.core.message import Result, Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
+from aserve.core.pages import CacheSpec as CacheSpec
 from aserve.core.profile import compose_profile
 from aserve.core.replica import fold
 from aserve.core.request import FinishReason, Output, Request
 from aserve.core.sequence import Phase, Sequence
-from aserve.core.sizer import ChunkSizer, profile_lengths
+from aserve.core.sizer import open_sizer
 from aserve.core.status import PlannerState, ledger
 from aserve.core.status import PlannerStatistics as PlannerStatistics
 from aserve.core.verdict import land, objection, settle
@@ -27,13 +25,6 @@ from aserve.errors import Desync, RequestError
 
 AUDIT_STEPS = 1024  # the ledger's counts are checked every step, every single page this often
 RETRY_AFTER_S_MAX = 30
-
-
-class CacheSpec(msgspec.Struct, frozen=True):
-    """The KV pool of each attention-DP group."""
-
-    page_size: int
-    pages_total: int
 
 
 class Planner:
@@ -67,7 +58,7 @@ class Planner:
             for index in range(grid.dp)
         ]
         self._outbox = Outbox(self._in_flight_max)
-        self.sizer = self._open_sizer(schedule, grid)
+        self.sizer = open_sizer(schedule, cache, grid, context_len)
         self._vocab_size = vocab_size
         self._composer = Composer(
             self._groups, self._in_flight_max, schedule, self._outbox, draft_max, self.sizer
@@ -80,14 +71,6 @@ class Planner:
         self._prefix_query_len = 0
         self._prefix_hit_len = 0
         self._begin()
-
-    def _open_sizer(self, schedule: Schedule, grid: Grid) -> ChunkSizer:
-        cache, base = self._cache, schedule.step_tokens // grid.dp
-        lengths: list[int] = []
-        if schedule.dynamic_chunks and grid.pp > 1:
-            pool_len = cache.pages_total * cache.page_size
-            lengths = profile_lengths(base, self._context_len, pool_len)
-        return ChunkSizer(Bounds(cache.page_size, self._context_len, base), grid.pp, lengths)
 
     def _begin(self) -> None:
         """The ranks are new."""

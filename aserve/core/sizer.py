@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from aserve.core.chunk import Bounds, Cost, best_base, fit, predict, slope
+from aserve.core.config import Schedule
+from aserve.core.layout import Grid
 from aserve.core.message import Rows
+from aserve.core.pages import CacheSpec
 
 PROFILE_STEPS = 128
 SERVED_MAX = 256  # steps with history that are remembered
@@ -20,6 +23,15 @@ def profile_lengths(base: int, context_len: int, pool_len: int) -> list[int]:
     step = max(1, longest // PROFILE_STEPS)
     lengths = [longest - place * step for place in range(PROFILE_STEPS)]
     return [length for length in lengths if length > 0]
+
+
+def open_sizer(schedule: Schedule, cache: CacheSpec, grid: Grid, context_len: int) -> "ChunkSizer":
+    """With a profile before it if chunks are to be dynamic and there is a pipeline to fill."""
+    base = schedule.step_tokens // grid.dp
+    lengths: list[int] = []
+    if schedule.dynamic_chunks and grid.pp > 1:
+        lengths = profile_lengths(base, context_len, cache.pages_total * cache.page_size)
+    return ChunkSizer(Bounds(cache.page_size, context_len, base), grid.pp, lengths)
 
 
 class ChunkSizer:
