@@ -1,4 +1,4 @@
-"""The tiny model in every layout says what one rank says: in one thread, in threads, in processes."""
+"""The tiny model in every layout says what one rank says: inline, in threads, in processes."""
 
 from typing import Any
 

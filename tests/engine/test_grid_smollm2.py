@@ -64,9 +64,7 @@ async def said(path: pathlib.Path, live: str, **layout: int) -> list[Texts]:
         for params in PARAMS:
             texts: Texts = [()] * len(PROMPTS)
 
-            async def ask(
-                at: int, params: SamplingParams = params, texts: Texts = texts
-            ) -> None:
+            async def ask(at: int, params: SamplingParams = params, texts: Texts = texts) -> None:
                 answer = engine.submit(PROMPTS[at], params)
                 done = await collect(answer, answer.prompt_token_ids, params)
                 texts[at] = tuple(done.choices[0].token_ids)
