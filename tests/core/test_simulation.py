@@ -167,6 +167,45 @@ def test_chunks_of_any_length_give_the_oracles_text() -> None:
     assert 0 < warnings < 15
 
 
+def run_crowded(random: Random) -> Deployment:
+    """A tiny pool, and admission that again and again forgets what running sequences will need."""
+    groups, page_size = random.choice([1, 1, 2]), random.choice([1, 1, 2, 3])
+    deployment = Deployment(
+        page_size=page_size,
+        pages_total=random.randint(12, 30),
+        layout=Layout(pp=random.choice([1, 2, 3, 4]), dp=groups, tp=groups),
+        overlap=random.choice([0, 1]),
+        draft_max=random.choice([0, 2, 6]),
+        step_tokens=groups * page_size * random.randint(1, 8),
+        running_max=random.randint(2, 24),
+        prefix_cache=random.random() < 0.5,
+    )
+    len_max = deployment.planner.request_len_max
+    for seq in range(random.randint(4, 14)):
+        prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, min(8, len_max - 2)))]
+        max_tokens = random.randint(1, len_max - len(prompt))
+        deployment.ask(seq, prompt, max_tokens, priority=random.choice([0, 0, 1]))
+    for _ in range(2000):
+        if random.random() < 0.5:
+            deployment.planner._composer.ratio.value = 1 << 16
+        if random.random() < 0.7 and deployment.plan_one() is not None:
+            continue
+        if deployment.reports:
+            deployment.report_rank(random)
+    deployment.pump()
+    return deployment
+
+
+@pytest.mark.slow
+def test_where_everybody_retracts_everybody_all_still_end() -> None:
+    n_retractions = 0
+    for seed in range(40):
+        deployment = run_crowded(Random(seed))
+        check(deployment)
+        n_retractions += deployment.planner.statistics().retractions
+    assert n_retractions > 100
+
+
 @pytest.mark.slow
 def test_the_loads_meet_retractions_cache_hits_and_full_queues() -> None:
     deployments = [run(Random(seed)) for seed in range(60)]
