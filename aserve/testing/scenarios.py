@@ -116,6 +116,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         {"troubles": 2, "trouble_kinds": ("hang", "slow")},
     ),
     Scenario(
+        "everything-at-once",
+        "trees, a crowd in a tight pool, aborts and crashes in a pipeline of groups",
+        {
+            **{"crowd": True, "draft_max": 5, "aborts": 0.5, "troubles": 4, "pp": 2, "dp": 2},
+            **{"overlap": 1, "prefix_cache": True, "prompt_logprobs": 0.5, "group_rows": 24},
+        },
+    ),
+    Scenario(
         "crashes-with-trees",
         "what a restart forgets includes drafts, commits on their way and uncompacted pages",
         {"troubles": 4, "trouble_kinds": ("crash", "cut"), "draft_max": 5},
