@@ -49,6 +49,8 @@ class Lane:
         self.scheduled.append(sequence)
         tokens = sequence.tokens
         self.numbers += (rows.seq, rows.start, len(tokens), tokens[-1], len(pages), pages[-1])
+        if rows.parents:  # drafts are in nobody's known tokens
+            self.numbers += (*rows.tokens, *rows.parents)
         self.rows_left -= n_rows
         sequence.in_flight += 1
         sequence.draft = NO_DRAFT

@@ -205,6 +205,8 @@ class Replica:
                 if rows.sample:
                     state.sampled_start, state.sampled_known = start, n_known
                 numbers += (rows.seq, start, n_tokens, tokens[-1], len(pages), pages[-1])
+                if rows.parents:
+                    numbers += (*rows.tokens, *rows.parents)
                 views.append(RowsView(state, rows, group, size))
         return tuple(views)
 

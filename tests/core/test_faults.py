@@ -277,3 +277,26 @@ def test_sharing_across_salts_is_caught_by_the_salt_scenario(
     monkeypatch.setattr(RadixTree, "match", match_without_salt)
     with pytest.raises(AssertionError):
         test_salts_never_share_a_page()
+
+
+def test_a_draft_spoilt_on_its_way_to_a_rank_is_a_desync() -> None:
+    """It would leave the text alone and only lower acceptance, so no other law sees it."""
+
+    def fault(plan: StepPlan) -> StepPlan:
+        def spoil(rows: Rows) -> Rows:
+            if len(rows.parents) < 2:
+                return rows
+            tokens = (*rows.tokens[:-1], (rows.tokens[-1] + 1) % 40)
+            return msgspec.structs.replace(rows, tokens=tokens)
+
+        batches = [
+            msgspec.structs.replace(batch, rows=tuple(map(spoil, batch.rows)))
+            for batch in plan.batches
+        ]
+        return msgspec.structs.replace(plan, batches=tuple(batches))
+
+    deployment = Deployment(page_size=4, pages_total=24, draft_max=4)
+    deployment.ask(1, list(range(9)), max_tokens=12, seed=1)
+    deployment.fault = fault
+    with pytest.raises(Desync, match="digest"):
+        deployment.pump()
