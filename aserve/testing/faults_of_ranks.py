@@ -10,6 +10,7 @@ import torch
 
 from aserve.core import replica
 from aserve.core.layout import Grid
+from aserve.core.message import AskState
 from aserve.core.replica import Replica, RowsView
 from aserve.planes.hidden import MemoryEnd
 from aserve.planes.request import FollowerEnd
@@ -216,3 +217,11 @@ def dropped_kept(swap: Swap) -> None:
         return work
 
     swap.wrap(LegibleStage, "apply", apply)
+
+
+def question_lost(swap: Swap) -> None:
+    def take(right: Any, end: FollowerEnd, message: Any) -> None:
+        if end.rank or not isinstance(message, AskState):
+            right(end, message)
+
+    swap.wrap(FollowerEnd, "take", take)

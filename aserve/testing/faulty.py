@@ -146,6 +146,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("a rank keeps what was dropped", ranks.dropped_kept, (Law.IDLE, Law.RANK)),
     Fault("restart without a cause", planner.restart_imagined, (Law.RESTARTS,), "swarm", CALM),
+    Fault(
+        "a rank does not answer", ranks.question_lost, (Law.ANSWERS,), "swarm", {**CALM, "asked": 2}
+    ),
     Fault("digest not folded", ranks.digest_not_folded, (Law.DIGEST,)),
     Fault("one rank ignores drops", ranks.drops_ignored, (Law.DIGEST,)),
     Fault("a plan does not reach a rank", ranks.plan_lost, (Law.PLANES, Law.RANK, Law.STALL)),

@@ -33,6 +33,7 @@ class Law(StrEnum):
     RANK = "rank"  # no rank dies by itself
     LEADER = "leader"  # nor do the leader and the planner
     PLANES = "planes"  # ranks meet, unless they were told to break
+    ANSWERS = "answers"  # a rank that is asked what it is at says so
     BOUNDS = "bounds"  # queues, steps in flight and rows of a step are bounded
     STALL = "stall"  # after the last trouble everything ends
     IDLE = "idle"  # and then nothing is left anywhere

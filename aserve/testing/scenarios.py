@@ -16,6 +16,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 NO_TROUBLE = {"troubles": 0}
+LONG = {"requests": 9, "pace_ms": 5.0, "dp": 2}
 BUSY = {"requests": 9, "pace_ms": 0.0}
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -98,7 +99,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "pauses",
         "links stand still, for less or more than the planes wait",
-        {"troubles": 4, "trouble_kinds": ("pause", "delay")},
+        {"troubles": 4, "trouble_kinds": ("pause", "delay"), **LONG},
     ),
     Scenario(
         "cut-links",
@@ -113,7 +114,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "hangs",
         "ranks stop without dying: the planes must say who, or wait it out",
-        {"troubles": 2, "trouble_kinds": ("hang", "slow")},
+        {"troubles": 4, "trouble_kinds": ("hang", "slow"), **LONG},
     ),
     Scenario(
         "everything-at-once",

@@ -50,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     draft_max: int
     arrivals: tuple[Arrival, ...]
     troubles: tuple[Trouble, ...] = ()
+    asked_ms: tuple[float, ...] = ()  # when every rank is asked what it is at
     link_ms: float = 0.0  # the longest delay of a message
     jitter: float = 0.0  # how much longer a step may take, as a factor
     restarts_max: int = 20
@@ -126,6 +127,9 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         draft_max=draft_max,
         arrivals=arrivals,
         troubles=_troubles(choose, layout),
+        asked_ms=tuple(
+            round(random.uniform(0, 20), 3) for _ in range(choose.between("asked", 0, 2))
+        ),
         link_ms=choose.one_of("link_ms", 0.0, 0.0, 0.1, 2.0),
         jitter=choose.one_of("jitter", 0.0, 0.5, 5.0),
     )

@@ -29,9 +29,11 @@ class Start:
         self._cut: set[Hop] = set()
         self._busy_until: dict[int, float] = {}
         self.ended = trio.Event()
+        self.n_struck = 0  # troubles that may break these ranks
         self.crashes = [trio.Event() for _ in range(setup.layout.pp * setup.layout.tp)]
 
     def strike(self, trouble: Trouble) -> None:
+        self.n_struck += trouble.kind in BREAKING
         until_s = trio.current_time() + trouble.for_ms / 1e3
         if trouble.kind == "crash":
             self.crashes[trouble.rank].set()

@@ -20,7 +20,7 @@ from trio.testing import MockClock
 from aserve.actors.launch import run_as_rank
 from aserve.actors.leader import Leader
 from aserve.actors.placement import Known, Ranks
-from aserve.actors.rank import run_rank
+from aserve.actors.rank import Watch, run_rank, state_of
 from aserve.actors.supervision import State
 from aserve.actors.supervisor import CURABLE, Supervisor
 from aserve.core.codec import encode_plan, encode_report
@@ -29,10 +29,11 @@ from aserve.core.config import Ranks as RanksConfig
 from aserve.core.layout import Grid
 from aserve.core.message import StepPlan, StepReport
 from aserve.core.planner import CacheSpec, Planner
-from aserve.errors import PlaneError, PlaneMismatch, RequestError
-from aserve.planes.hidden import open_hidden_plane
+from aserve.errors import PeerError, PlaneError, PlaneMismatch, RequestError
+from aserve.planes.hidden import MemoryEnd, open_hidden_plane
 from aserve.planes.inline import compute_inline, open_inline_planes
 from aserve.planes.layer import LayerEnd
+from aserve.planes.request import FollowerEnd
 from aserve.planes.request_memory import open_request_plane
 from aserve.testing.client import LegibleChoice
 from aserve.testing.laws import Broken, Law, Laws
@@ -43,7 +44,14 @@ from aserve.testing.trouble import BREAKING, PlannedCrash, Start
 
 PLANE_S = 0.25  # virtual
 NOTICED_WITHIN_S = 1.0  # a dead rank, however little there is to do
+ANSWERS_WITHIN_S = 0.5  # a rank that is asked what it is at
 ENDS_WITHIN_S = 30.0  # after the last arrival and the last trouble
+
+# What a rank may die of after its surroundings broke.
+UNMET = (
+    *(PlaneError, PeerError),
+    *(trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel),
+)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -133,6 +141,8 @@ class World:
                         events.start_soon(self._arrive, leader, arrival)
                     for trouble in setup.troubles:
                         events.start_soon(self._strike, trouble)
+                    for at_ms in setup.asked_ms:
+                        events.start_soon(self._ask, supervisor, at_ms)
                 await self._wait_over(supervisor, leader)
             if limit.cancelled_caught:
                 self.laws.note(Law.STALL, self._stalled(leader))
@@ -177,14 +187,30 @@ class World:
         await trio.sleep_until(trouble.at_ms / 1e3)
         while self.start is None:
             await self.started.wait()
-        self.n_struck += trouble.kind in BREAKING
         start = self.start
+        self.n_struck += trouble.kind in BREAKING
         start.strike(trouble)
         if trouble.kind == "crash":
             with trio.move_on_after(NOTICED_WITHIN_S):
                 await start.ended.wait()
             noticed = start.ended.is_set()
             self.laws.require(Law.RESTARTS, noticed, f"nobody misses rank {trouble.rank}")
+
+    async def _ask(self, supervisor: Supervisor, at_ms: float) -> None:
+        """As a doctor would: every rank says what it is at, in the middle of a step too."""
+        await trio.sleep_until(at_ms / 1e3)
+        start, ranks = self.start, supervisor.ranks
+        if start is None or ranks is None:
+            return
+        states = await ranks.plane.ask_states(ANSWERS_WITHIN_S)
+        if start.n_struck or start.ended.is_set():
+            return
+        world = self.part.grid.world
+        self.laws.require(
+            Law.ANSWERS,
+            [state.rank for state in states] == list(range(world)),
+            f"{len(states)} of {world} ranks said what they are at",
+        )
 
     def _planned(self, plan: StepPlan) -> None:
         self._hash.update(encode_plan(plan) + repr(trio.current_time()).encode())
@@ -278,7 +304,7 @@ class SimulatedRanks:
             for rank in range(grid.world):
                 stage = LegibleStage(rank, world.part, layers[rank], world.guess)
                 world.stages[rank] = stage
-                rank_task = _Rank(world, start, stage)
+                rank_task = _Rank(world, start, stage, layers[rank])
                 run = partial(rank_task.run, followers[rank], hiddens[rank])
                 nursery.start_soon(_guarded, rank, run, layers)
             world.start = start
@@ -302,15 +328,16 @@ async def _guarded(rank: int, run: Any, layers: dict[int, LayerEnd]) -> None:
 class _Rank:
     """One rank's task. What it dies of without having been told to is a broken law."""
 
-    def __init__(self, world: World, start: Start, stage: LegibleStage) -> None:
+    def __init__(self, world: World, start: Start, stage: LegibleStage, layer: LayerEnd) -> None:
         self._world = world
         self._start = start
         self._stage = stage
+        self._layer = layer
 
-    async def run(self, follower: Any, hidden: Any) -> None:
+    async def run(self, follower: FollowerEnd, hidden: MemoryEnd) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._crash)
-            async with follower:
+            async with follower, hidden:
                 await self._obey(follower, hidden)
             nursery.cancel_scope.cancel()
 
@@ -318,16 +345,15 @@ class _Rank:
         await self._start.crashes[self._stage.rank].wait()
         raise PlannedCrash(f"rank {self._stage.rank} was told to die")
 
-    async def _obey(self, follower: Any, hidden: Any) -> None:
-        laws = self._world.laws
+    async def _obey(self, follower: FollowerEnd, hidden: MemoryEnd) -> None:
+        watch = Watch()
+        follower.state = partial(state_of, follower.rank, watch, self._stage, self._layer)
         try:
-            await run_rank(self._stage, follower, hidden, self._compute)
-        except PlaneError as error:
-            if isinstance(error, PlaneMismatch) or not self._world.n_struck:
-                laws.died(f"rank {self._stage.rank}", error)
-            raise
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            laws.died(f"rank {self._stage.rank}", error)
+            await run_rank(self._stage, follower, hidden, self._compute, watch)
+        except Exception as error:
+            broke = isinstance(error, UNMET) and not isinstance(error, PlaneMismatch)
+            if not (broke and self._start.n_struck):
+                self._world.laws.died(f"rank {self._stage.rank}", error)
             raise
 
     async def _compute(self, function: Any, work: Work, inward: Any) -> Any:
