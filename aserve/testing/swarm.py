@@ -17,6 +17,7 @@ from aserve.testing.arithmetic import RULE_KIND, Shape
 from aserve.testing.oracle import say
 
 CONTEXT_LEN = 1024
+WORLD_MAX = 16  # ranks, unless a scenario forces more: larger worlds are slower, not richer
 TroubleKind = Literal["delay", "pause", "cut", "crash", "hang", "slow"]
 
 
@@ -143,6 +144,8 @@ def _layout(choose: Choices) -> Layout:
     dp = choose.one_of("dp", 1, 1, 1, 2, 2, 3)
     cp = choose.one_of("cp", 1, 1, 1, 2)
     attn_tp = choose.one_of("attn_tp", 1, 1, 2)
+    if pp * dp * cp * attn_tp > WORLD_MAX:
+        cp, attn_tp = choose.of("cp", 1), choose.of("attn_tp", 1)
     tp = dp * cp * attn_tp
     pairs = [(a, b) for a in range(1, tp + 1) for b in range(1, tp + 1) if tp % (a * b) == 0]
     moe_dp, ep = random.choice(pairs) if random.random() < 0.5 else (1, 1)
