@@ -58,9 +58,13 @@ def layout_of(on: frozenset[Feature]) -> Layout:
 def setup_of(on: frozenset[Feature]) -> Setup:
     layout = layout_of(on)
     rows = 4 * PAGE_SIZE if Feature.CHUNKS in on else 64
+    if Feature.DYNAMIC in on:
+        rows = 128  # chunks are sized by 64 rows at least
     prompt_len = 19 if Feature.CHUNKS in on or Feature.PREFIX in on else 5
+    if Feature.DYNAMIC in on:
+        prompt_len = 150
     arrivals = tuple(_arrivals(on, layout, prompt_len))
-    pages_total = 64
+    pages_total = 20 * -(-prompt_len // PAGE_SIZE)
     if Feature.RETRACTION in on:
         # Room for what all are expected to need when they come in: 70% of what they may.
         pages_total = GROUP_REQUESTS * -(-(prompt_len + 7 * LONG_OUTPUT_LEN // 10) // PAGE_SIZE)
@@ -127,7 +131,10 @@ def chunked(world: World, outcome: Outcome) -> bool:
 
 
 def measured(world: World, outcome: Outcome) -> bool:
-    return any(rows.seq < 0 for plan in world.laws.plans for rows in plan.batches[0].rows)
+    """Steps that only measure came first, and later a prompt was cut."""
+    return chunked(world, outcome) and any(
+        rows.seq < 0 for plan in world.laws.plans for rows in plan.batches[0].rows
+    )
 
 
 def overlapped(world: World, outcome: Outcome) -> bool:
