@@ -20,6 +20,8 @@ from aserve.errors import Desync, PeerError, PlaneError
 
 logger = logging.getLogger("aserve.engine")
 
+ENDING_S = 10.0  # beyond ranks.plane_s, for ranks that broke to be gone
+
 # What new ranks can cure. All else is a fault of the leader's own, which would only come again.
 CURABLE = (
     Desync,
@@ -52,8 +54,8 @@ class Supervisor:
         and whoever starts us wants to know."""
         while self.state is not State.FAILED:
             error = await cause_of_end(partial(self._serve, task_status))
-            if self.state is State.CLOSED:
-                return
+            if self.state in (State.CLOSED, State.FAILED):
+                break
             assert error is not None, "a leader serves until something breaks"
             if self.state is State.STARTING:
                 self._to(Event.GAVE_UP)
@@ -62,21 +64,36 @@ class Supervisor:
         await trio.sleep_forever()
 
     async def _serve(self, task_status: trio.TaskStatus[Leader]) -> None:
-        async with self._placement.open_ranks(self._pages_total) as ranks:
-            first = self.state is State.STARTING
-            if first:
-                self.leader = self._lead(ranks.pages_total)
-                self._pages_total = ranks.pages_total
-            self.ranks = ranks
-            self._to(Event.STARTED)
-            if first:
-                task_status.started(self.leader)
-            else:
-                logger.info("the ranks serve again")
-            try:
-                await self.leader.run(ranks.plane)
-            finally:
-                self.ranks = None
+        """One start of the ranks."""
+        over = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_ending, over)
+            async with self._placement.open_ranks(self._pages_total) as ranks:
+                first = self.state is State.STARTING
+                if first:
+                    self.leader = self._lead(ranks.pages_total)
+                    self._pages_total = ranks.pages_total
+                self.ranks = ranks
+                self._to(Event.STARTED)
+                if first:
+                    task_status.started(self.leader)
+                else:
+                    logger.info("the ranks serve again")
+                try:
+                    await self.leader.run(ranks.plane)
+                finally:
+                    self.ranks = None
+                    if self.state is State.SERVING:
+                        self._to(Event.BROKE)
+                    over.set()
+
+    async def _watch_ending(self, over: trio.Event) -> None:
+        """A thread that computes for ever cannot be ended; whoever waits for it must hear so."""
+        await over.wait()
+        limit_s = self._config.ranks.plane_s + ENDING_S
+        await trio.sleep(limit_s)
+        if self.state is State.RESTARTING:
+            self._give_up(f"the ranks broke and could not be ended within {limit_s:g} s")
 
     def _lead(self, pages_total: int) -> Leader:
         config, grid = self._config, Grid(self._config.layout)
@@ -93,7 +110,7 @@ class Supervisor:
         self.state = step(self.state, event)
 
     def _broke(self, error: Exception) -> None:
-        """Everything of the old ranks is gone. Decide what goes on, and without whom."""
+        """Everything of the ranks is gone. Decide what goes on, and without whom."""
         self.reason = f"{type(error).__name__}: {error}"
         leader = self.leader
         suspects = self._blame.broke(leader.in_flight(), leader.meters.generation_tokens)

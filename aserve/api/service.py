@@ -54,7 +54,7 @@ class Service:
             return "draining", "the server is shutting down"
         if self._engine is None:
             return "loading", "the model is still loading"
-        return self._engine.state, self._engine.last_break or "the engine is closing"
+        return self._engine.state, self._engine.last_break or "the ranks are being ended"
 
     @property
     def ready(self) -> bool:

@@ -310,7 +310,7 @@ def test_loading_server_is_alive_but_not_ready(tiny_model_path: pathlib.Path) ->
         seen.set()
         thread.join()
     assert [response.status_code for response in responses] == [200, 503, 503, 503, 200]
-    assert responses[1].json() == {"status": "loading"}
+    assert responses[1].json() == {"status": "loading", "reason": "the model is still loading"}
     assert responses[3].json()["error"]["code"] == "loading"
     assert all("retry-after" in response.headers for response in responses[1:4])
 

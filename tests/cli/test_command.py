@@ -71,18 +71,23 @@ def test_check_lists_all_findings_at_once(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.toml"
-    path.write_text('[layout]\ntp = 2\n[cache]\npage_sizes = 8\n[server]\nport = "x"\n')
+    path.write_text('[layout]\ntp = 2\ndp = 3\n[cache]\npage_sizes = 8\n[server]\nport = "x"\n')
     assert run("check", "--config", str(path), "--cache.page-size=0", "--json") == 2
     out, _ = capsys.readouterr()
     answer = json.loads(out)
     assert answer["accepted"] is False
     text = "\n".join(answer["findings"])
-    for named in ("layout.tp", "cache.page_sizes", "server.port", "cache.page_size is 0"):
+    for named in (
+        "layout.tp = 2 cannot",
+        "cache.page_sizes",
+        "server.port",
+        "cache.page_size is 0",
+    ):
         assert named in text
 
 
 def test_check_prints_findings_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("check", "--layout.pp", "2") == 2
+    assert run("check", "--layout.pp", "0") == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "layout.pp" in err
@@ -130,7 +135,8 @@ def test_features_are_json_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
     rows = json.loads(capsys.readouterr().out)
     by_name = {row["feature"]: row for row in rows}
     assert by_name["prefix cache"]["works"] is True
-    assert by_name["tensor parallelism"]["why"]
+    assert by_name["tensor parallelism"]["works"] is True
+    assert by_name["speculative decoding"]["why"]
     assert run("features") == 0
     assert "| prefix cache | yes |" in capsys.readouterr().out
 

@@ -133,12 +133,12 @@ entry()
 """
 WHILE_LOADING = """
 import os, sys, trio
-import aserve.actors.engine
+import aserve.actors.here
 from aserve.cli import entry
 async def load(*given):
     os.kill(os.getpid(), {number})
     await trio.sleep_forever()
-aserve.actors.engine.load = load
+aserve.actors.here.load = load
 sys.argv[1:] = ["serve", "--port", "0", "--server.log_level", "error"]
 entry()
 """

@@ -77,13 +77,14 @@ def open_legible(tiny_model_path: pathlib.Path) -> OpenEngine:
         faults: tuple[int, int, int] = (-1, 10**9, -1),
         restarts_max: int = 3,
         gated: bool = False,
+        plane_s: float = 10.0,
         **schedule: Any,
     ) -> AsyncIterator[Engine]:
         page_size, fault = 4, Legible(*faults)
         config = Config(
             schedule=Schedule(**schedule),
             cache=Cache(page_size=page_size),
-            ranks=Ranks(restarts_max=restarts_max),
+            ranks=Ranks(restarts_max=restarts_max, plane_s=plane_s),
         )
         known = Known("legible", 256, tokenizer.vocab_size, tokenizer)
 

@@ -1,18 +1,20 @@
 """Ranks that die under a legible engine: requests pause and go on, and one cannot take all down."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import trio
 
+from aserve.actors import supervisor
 from aserve.actors.completion import Completion, collect
 from aserve.actors.engine import Engine
 from aserve.actors.supervision import State
 from aserve.core.noise import seed_of_choice
 from aserve.core.request import SamplingParams
 from aserve.errors import RankDied, RequestError
-from aserve.testing.legible import oracle
+from aserve.testing.legible import LegibleRunner, oracle
 
 from .conftest import OpenEngine
 
@@ -151,6 +153,34 @@ async def test_states_are_told_while_nothing_runs(open_legible: OpenEngine) -> N
         assert rank.doing.startswith("waiting for a plan")
         assert int(rank.digest, 16) == state.planner.digest
         assert state.silent == state.steps == ()
+
+
+async def test_a_thread_that_never_ends_is_told_of(
+    open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be ended; its requests and probes must not wait for it."""
+    monkeypatch.setattr(supervisor, "ENDING_S", 0.01)
+    computing, release = threading.Event(), threading.Event()
+
+    def stuck(self: LegibleRunner, work: object, inward: object) -> None:
+        computing.set()
+        release.wait(30)
+
+    monkeypatch.setattr(LegibleRunner, "forward", stuck)
+    try:
+        async with open_legible(threaded=True, plane_s=0.01) as engine:
+            generation = engine.generate(PROMPT, params())
+            while not computing.is_set():
+                await trio.lowlevel.checkpoint()
+            ranks: Any = engine._supervisor.ranks
+            ranks.plane.rank_died(0, "it was told so")
+            with trio.fail_after(5):
+                done = await collect(generation, (), params())
+            assert done.error == "the ranks broke and could not be ended within 0.02 s"
+            assert engine.state is State.FAILED
+            release.set()
+    finally:
+        release.set()
 
 
 def test_the_error_of_a_rank_names_it() -> None:
