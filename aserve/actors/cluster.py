@@ -144,7 +144,11 @@ def _home(host: str) -> str:
 async def open_cluster(config: Config, progress: Progress | None) -> AsyncIterator[Placement]:
     """In the process of rank 0."""
     place = seat_of(config)
-    assert place.rank == 0, place
+    if place.rank:
+        raise ConfigError(
+            f"this is rank {place.rank} of {place.world}, and only rank 0 of a cluster has an "
+            "engine; start the others with `aserve serve`"
+        )
     async with open_compute_thread("aserve-rank-0") as compute:
         known, _ = await load(compute, partial(load_known, config), progress)
         yield RankCluster(config, place, known, _follower(place, compute, progress))

@@ -43,7 +43,7 @@ class Ranks(Struct, frozen=True):
     layer_plane: Literal["auto", "shared_memory", "torch"] = "auto"  # between processes
     plane_s: float = 10.0  # a rank that meets its peers later than this is absent
     start_s: float = 600.0  # processes must have loaded and joined within this
-    restarts_max: int = 3  # of the grid, one after another without a step between
+    restarts_max: int = 3  # of the grid, one after another without a token between
 
 
 class Schedule(Struct, frozen=True):

@@ -37,7 +37,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "ranks.layer_plane": (None, None, "what carries sums between processes of one host"),
     "ranks.plane_s": (0.01, 3600.0, "a rank that keeps its peers waiting longer is absent"),
     "ranks.start_s": (0.1, SECONDS_MAX, "time for all ranks to load and join"),
-    "ranks.restarts_max": (0, 1000, "restarts of the ranks without a step in between"),
+    "ranks.restarts_max": (0, 1000, "restarts of the ranks without a token in between"),
     "schedule.step_tokens": (1, 1 << 20, "rows computed in one step, at least a page"),
     "schedule.running_max": (1, 1 << 16, "sequences that hold KV at once"),
     "schedule.waiting_max": (1, 1 << 20, "queued sequences; beyond it requests get 429"),

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from aserve.actors.cluster import follows, seat_of
+from aserve.actors.engine import open_engine
 from aserve.actors.following import check_same, shared
 from aserve.core.config import Cache, Config, Layout, Model, Ranks, Server
 from aserve.errors import ConfigError, PeerError
@@ -42,6 +43,14 @@ def test_only_ranks_other_than_0_follow() -> None:
 def test_a_world_that_is_not_the_layouts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"torchrun runs 3 processes, the layout needs .* = 2"):
         seat_of(CLUSTER, variables(0, 3, 1))
+
+
+async def test_only_rank_0_has_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(1, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="rank 1 of 2, and only rank 0"):
+        async with open_engine(config=CLUSTER):
+            pytest.fail("it opened")
 
 
 def test_what_only_one_rank_reads_may_differ_and_the_rest_is_named() -> None:
