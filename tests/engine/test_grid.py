@@ -1,5 +1,6 @@
 """The tiny model in every layout says what one rank says: inline, in threads, in processes."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import trio
 
 from aserve.actors.completion import Completion, collect
 from aserve.actors.engine import Engine
+from aserve.actors.supervision import State
 from aserve.core.request import SamplingParams, StructuredOutput
+from aserve.runner.runner import Runner, Work
 
 from .conftest import OpenEngine, wait_answered
 
@@ -126,3 +129,64 @@ async def test_more_than_four_ranks_live_in_processes_by_themselves(
         done = await finish_all(engine)
     if alone:
         check_same(done, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2", "dp 2", "cp 2", "pp 2, tp 2"])
+@pytest.mark.parametrize("live", ["inline", "thread"])
+async def test_a_rank_that_dies_beside_others_in_a_step_loses_nothing(
+    open_tiny: OpenEngine,
+    alone: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    live: str,
+) -> None:
+    """Its peers stand in a collective, or wait for what it computes."""
+    if not alone:
+        async with open_tiny(**SETTINGS) as engine:
+            alone += await finish_all(engine)
+    deaths = [3, 9]
+    forward = Runner.forward
+
+    def dying(self: Runner, work: Work, inward: Any) -> Any:
+        if self.rank == len(deaths) - 1 and work.step == deaths[-1]:
+            deaths.pop()
+            raise ArithmeticError("told to die")
+        return forward(self, work, inward)
+
+    monkeypatch.setattr(Runner, "forward", dying)
+    async with open_tiny(**SETTINGS, **LAYOUTS[layout], ranks__live=live) as engine:
+        with trio.fail_after(30):
+            check_same(await finish_all(engine), alone)
+        assert engine.statistics().restarts == 2
+        assert "told to die" in (engine.last_break or "")
+        await wait_answered(engine)
+        assert engine.statistics().planner.kv_pages_used == 0
+
+
+@pytest.mark.slow
+async def test_a_rank_that_keeps_others_waiting_is_named(
+    open_tiny: OpenEngine, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    forward = Runner.forward
+
+    def late(self: Runner, work: Work, inward: Any) -> Any:
+        if self.rank == 1 and work.step == 4 and not release.is_set():
+            release.wait(5)
+        return forward(self, work, inward)
+
+    monkeypatch.setattr(Runner, "forward", late)
+    settings: dict[str, Any] = {**LAYOUTS["tp 2"], "ranks__live": "thread", "ranks__plane_s": 0.2}
+    async with open_tiny(**SETTINGS, **settings) as engine:
+        generations = [(engine.generate(prompt, params), params) for prompt, params in REQUESTS]
+        with trio.fail_after(10):
+            while engine.state is State.SERVING:
+                with trio.move_on_after(0.01):  # a break in the making is no progress
+                    await engine.wait_progress()
+        release.set()
+        with trio.fail_after(30):
+            for one, params in generations:
+                assert (await collect(one, (), params)).error is None
+        assert "PlaneTimeout" in (engine.last_break or "")
+        assert "rank 1" in (engine.last_break or "")
