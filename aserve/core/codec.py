@@ -119,5 +119,5 @@ def _decode(decode: Callable[[bytes], Message], data: bytes, peer: str) -> Messa
         raise PeerError(peer, f"sent {len(data)} bytes, at most {MESSAGE_BYTES_MAX} are accepted")
     try:
         return decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # also what is nested in surplus fields
         raise PeerError(peer, f"sent a malformed message: {error}") from error

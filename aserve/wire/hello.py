@@ -144,7 +144,7 @@ async def _receive(frames: Frames, kind: type[Message]) -> Message:
         message = msgspec.msgpack.decode(data, type=kind | Refused)
     except trio.EndOfChannel:
         raise PeerError(frames.peer, "hung up during the greeting") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # also what is nested in surplus fields
         raise PeerError(frames.peer, f"does not greet as we do: {error}") from error
     if isinstance(message, Refused):
         # Whoever this is has proved nothing yet: its words are for a person to read, no more.

@@ -90,6 +90,13 @@ def test_garbage_is_a_peer_error_that_names_the_peer(data: bytes) -> None:
         decode_plan(data)
 
 
+def test_nesting_deeper_than_any_decoder_follows_is_a_peer_error() -> None:
+    data = bytearray(encode_report(StepReport(0, 0, 0, (), (), (), 0)))
+    data[0] += 1
+    with pytest.raises(PeerError, match="malformed"):
+        decode_report(bytes(data) + b"\x91" * 5000, "rank 3")
+
+
 @settings(max_examples=15)
 @given(plan=plans, cut=st.integers(1, 40))
 def test_a_cut_message_is_a_peer_error(plan: StepPlan, cut: int) -> None:

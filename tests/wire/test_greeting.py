@@ -218,6 +218,13 @@ async def meet_and_close(opened: Listener) -> None:
         await connection.frames.aclose()
 
 
+def nested_hello(n_bytes: int) -> bytes:
+    """A whole Hello with a surplus field of arrays in arrays, deeper than any decoder follows."""
+    said = bytearray(msgspec.msgpack.encode(Hello(hello.VERSION, identity().card, b"n" * 32)))
+    said[0] += 1
+    return bytes(said).ljust(n_bytes, b"\x91")
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -227,7 +234,9 @@ async def meet_and_close(opened: Listener) -> None:
         b"\0\0\0\3abc",
         b"\0\0\0\4" + msgspec.msgpack.encode(["x", 1]),
         msgspec.msgpack.encode(Proof(b"")),
+        b"\0\0\x0f\0" + nested_hello(0xF00),
     ],
+    ids=["nothing", "a byte", "http", "text", "no greeting", "no frame", "nested"],
 )
 async def test_garbage_is_refused_and_the_listener_serves_on(address: Address, data: bytes) -> None:
     async with listening(address) as opened:
