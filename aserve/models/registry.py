@@ -18,7 +18,7 @@ from aserve.models.divide import check_layout
 from aserve.models.fetch import Progress
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
 from aserve.models.weights.gguf import GgufSource
-from aserve.models.weights.loader import Checklist, Reader
+from aserve.models.weights.loader import ONE_RANK, Checklist, Reader
 from aserve.models.weights.safetensors import open_safetensors
 from aserve.models.weights.source import Source, auto_dtype
 from aserve.tensor.ops import Ops
@@ -27,7 +27,6 @@ from aserve.text.gguf_file import open_gguf
 __all__ = ["ARCHITECTURES", "Model", "check_layout", "load_model", "load_spec"]
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-ONE_RANK = Layout()
 THREADS_MAX = 4  # that dequantise while one packs
 
 
@@ -75,7 +74,7 @@ def load_model(
         if findings := check_layout(spec, layout):
             raise ConfigError(findings)
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
-        whole, part = Checklist(), Checklist()
+        whole, part = Checklist(), Checklist(layout, rank)
         Model(spec, whole, ops, mlp_of, Grid(ONE_RANK), 0)
         whole.check(source)
         Model(spec, part, ops, mlp_of, grid, rank)

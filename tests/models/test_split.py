@@ -2,6 +2,7 @@
 
 import pathlib
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from aserve.models.decoder import row_blocks
 from aserve.models.registry import load_model
 from aserve.models.split import WHOLE, Split, share, slice_for
 from aserve.models.weights.loader import Checklist, Matrix, Reader
-from aserve.models.weights.safetensors import open_safetensors
+from aserve.models.weights.safetensors import SafetensorsSource, open_safetensors
 from aserve.tensor.collective import sum_blocks
 from aserve.tensor.reference import ReferenceOps
 from tests.models.families import saved
@@ -126,6 +127,33 @@ def test_experts_go_whole_to_their_ranks() -> None:
         for rank in range(2)
     ]
     assert held == [range(0, 2), range(2, 4)]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_a_rank_reads_no_expert_of_another_and_its_progress_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: Counter[str] = Counter()
+    read = SafetensorsSource.read
+
+    def counted(self: SafetensorsSource, name: str, *rest: Any) -> torch.Tensor:
+        reads[name] += 1
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(SafetensorsSource, "read", counted)
+    seen: list[tuple[int, int]] = []
+    model = load_model(
+        saved(name)[0],
+        ops=ReferenceOps(),
+        layout=Layout(tp=2, ep=2),
+        rank=1,
+        progress=lambda done, total, _: seen.append((done, total)),
+    )
+    held = model.layers[-1].mlp.held  # type: ignore[attr-defined]
+    of_experts = [name.split("experts.")[1].split(".")[0] for name in reads if "experts." in name]
+    assert set(map(int, of_experts)) == set(held)
+    assert set(reads.values()) == {1}
+    assert seen[-1][0] == seen[-1][1]
 
 
 def test_a_tensor_is_read_once_and_only_when_asked_for() -> None:

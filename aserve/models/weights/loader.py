@@ -24,6 +24,7 @@ from aserve.models.weights.source import Source
 from aserve.tensor.ops import Linear, Ops
 
 LISTED_MAX = 12  # of each sort of finding
+ONE_RANK = Layout()
 READ_AHEAD_BYTES = 32 << 20  # as read, not as stored
 HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")  # derived from the config
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -78,10 +79,12 @@ class Weights(Protocol):
 
 
 class Checklist:
-    """Notes every parameter asked for, in order; hands out nothing that could be used."""
+    """Notes every parameter that a rank asks for, in order; hands out nothing that could be used."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout = ONE_RANK, rank: int = 0) -> None:
         self.expected: dict[str, tuple[tuple[int, ...], Split]] = {}
+        self._layout = layout
+        self._rank = rank
 
     def linear(self, *parts: Matrix) -> Linear:
         for part in parts:
@@ -102,7 +105,7 @@ class Checklist:
         return None  # type: ignore[return-value]
 
     def held(self, split: Split, length: int) -> range:
-        return range(length)
+        return range(*bounds(split, length, self._layout, self._rank))
 
     def _note(self, name: str, shape: tuple[int, ...], split: Split) -> None:
         assert self.expected.get(name, (shape, split)) == (shape, split), name
