@@ -15,6 +15,7 @@ from aserve.tensor.ops import KvLayer
 
 MEMORY_SHARE = 0.4  # of what is free once the weights are in memory
 PAGES_MIN = 2
+SLOTS_MAX = 1 << 31  # of a pool: kernels take the number of a slot as int32
 
 
 class KvStore:
@@ -59,6 +60,7 @@ def pages_for(regions: Sequence[Region], cache: Cache, *, tokens_max: int) -> in
         budget = min(cache.kv_mib_max << 20, int(memory_free_bytes() * MEMORY_SHARE))
         pages = min(budget // page_bytes, -(-tokens_max // cache.page_size))
         asked = f"cache.kv_mib_max {cache.kv_mib_max} and the free memory"
+    pages = min(pages, SLOTS_MAX // cache.page_size)
     if pages < PAGES_MIN:
         raise ConfigError(
             f"{asked} allow {pages} pages of {page_bytes} bytes; at least {PAGES_MIN} are needed"
