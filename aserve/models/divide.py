@@ -46,6 +46,7 @@ def _mlps(spec: ModelSpec, grid: Grid) -> Iterator[str]:
     if experts is None or len(experts.layers) < spec.layers:
         yield from _columns("MLP", spec.inner, "layout.tp", grid.tp, grid.layout.numerics)
     if experts is None:
+        yield from _without_experts(grid)
         return
     if experts.count % grid.ep:
         yield (
@@ -54,6 +55,13 @@ def _mlps(spec: ModelSpec, grid: Grid) -> Iterator[str]:
         )
     name = "layout.tp / (moe_dp * ep)"
     yield from _columns("expert", experts.inner, name, grid.moe_tp, grid.layout.numerics)
+
+
+def _without_experts(grid: Grid) -> Iterator[str]:
+    """Such an axis would change nothing: whoever sets it expects something of it."""
+    for axis in ("ep", "moe_dp"):
+        if (size := getattr(grid, axis)) > 1:
+            yield f"layout.{axis} = {size}, but this model has no experts; what would do: 1"
 
 
 def _columns(what: str, inner: int, name: str, size: int, numerics: str) -> Iterator[str]:

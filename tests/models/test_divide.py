@@ -57,6 +57,8 @@ def test_what_fits_is_not_refused(dense: ModelSpec, layout: Layout) -> None:
         (Layout(pp=31), "use at most --layout.pp 30"),
         (Layout(pp=2, layers=(10, 10)), "are 20 layers, the model has 30"),
         (Layout(tp=3, dp=2), "layout.tp = 3 cannot be split by layout.dp"),
+        (Layout(tp=3, ep=3), "layout.ep = 3, but this model has no experts; what would do: 1"),
+        (Layout(tp=3, moe_dp=3), "layout.moe_dp = 3, but this model has no experts"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_would(
