@@ -128,6 +128,11 @@ def findings(layout: Layout) -> tuple[str, ...]:
             f"layout.layers names {len(layout.layers)} stages, layout.pp is {layout.pp}: give one "
             "number of layers a stage"
         )
+    if layout.layers is not None and min(layout.layers, default=1) < 1:
+        found.append(
+            f"layout.layers = {','.join(map(str, layout.layers))} leaves a stage without layers: "
+            "each has at least 1"
+        )
     for first, second in (("dp", "cp"), ("moe_dp", "ep")):
         sizes = getattr(layout, first), getattr(layout, second)
         if layout.tp % (sizes[0] * sizes[1]):

@@ -97,6 +97,12 @@ def test_an_explicit_partition_is_taken_and_checked() -> None:
     assert "names 3 stages, layout.pp is 2" in findings(Layout(pp=2, layers=(1, 2, 3)))[0]
 
 
+@pytest.mark.parametrize("layers", [(0, 3), (3, 0), (4, -1)])
+def test_a_stage_without_layers_is_refused(layers: tuple[int, ...]) -> None:
+    (finding,) = findings(Layout(pp=2, layers=layers))
+    assert "leaves a stage without layers" in finding
+
+
 def test_each_attention_group_has_its_leader_on_the_last_stage() -> None:
     grid = Grid(Layout(pp=3, tp=8, dp=2, cp=2))
     assert [grid.leader(dp) for dp in range(2)] == [16, 20]
