@@ -48,9 +48,12 @@ class Lane:
         self.rows.append(rows)
         self.scheduled.append(sequence)
         tokens = sequence.tokens
-        self.numbers += (rows.seq, rows.start, len(tokens), tokens[-1], len(pages), pages[-1])
+        numbers = self.numbers
+        numbers += (rows.seq, rows.start, len(tokens), tokens[-1], len(pages), pages[-1])
+        if (n_new := len(rows.pages)) > 1:
+            numbers += pages[-n_new:]
         if rows.parents:  # drafts are in nobody's known tokens
-            self.numbers += (*rows.tokens, *rows.parents)
+            numbers += (*rows.tokens, *rows.parents)
         self.rows_left -= n_rows
         sequence.in_flight += 1
         sequence.draft = NO_DRAFT

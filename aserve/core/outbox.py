@@ -1,6 +1,7 @@
 """What the next plans must still tell the ranks about earlier steps: commits and drops."""
 
 from aserve.core.message import Commit
+from aserve.core.replica import fold_commit
 from aserve.core.sequence import NO_MICROBATCH, Sequence
 
 
@@ -35,9 +36,13 @@ class Outbox:
         self._drop_numbers += (sequence.seq, sequence.kv_len, len(sequence.tokens))
 
     def collect(self, microbatch: int) -> tuple[tuple[Commit, ...], tuple[int, ...], list[int]]:
-        """Commits, drops and the drops' numbers for the next plan, of this microbatch."""
+        """Commits, drops and their numbers for the next plan, of this microbatch."""
         commits = (*self._last_commits, *self._commits[microbatch].values())
-        drops, numbers = tuple(self._drops), self._drop_numbers
+        numbers: list[int] = []
+        for commit in commits:
+            fold_commit(numbers, commit)
+        numbers += self._drop_numbers
+        drops = tuple(self._drops)
         self._commits[microbatch] = {}
         self._last_commits = []
         self._drops = []

@@ -202,7 +202,7 @@ class Planner:
 
     def _emit(self, composition: Composition) -> StepPlan:
         step, microbatch = self._step, composition.microbatch
-        commits, drops, drop_numbers = self._outbox.collect(microbatch)
+        commits, drops, earlier = self._outbox.collect(microbatch)
         plan = StepPlan(
             step,
             microbatch,
@@ -216,7 +216,7 @@ class Planner:
         for admit in composition.admits:
             self._prefix_query_len += len(admit.tokens)
             self._prefix_hit_len += admit.kv_len
-        numbers = [step, microbatch, *drop_numbers, *composition.numbers()]
+        numbers = [step, microbatch, *earlier, *composition.numbers()]
         self._digest = fold(self._digest, numbers)
         sequences = [lane.scheduled for lane in composition.lanes]
         self._flights.depart(Flight(plan, self._digest, sequences, self._load(composition)))

@@ -9,8 +9,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 from zlib import crc32
 
+from msgspec.msgpack import Decoder, encode
+
 from aserve.core.message import Admit, Commit, Rows, Sampling, StepPlan
 from aserve.core.tree import depths, moved
+
+_sampling_decoder = Decoder(Sampling)
 
 
 def fold(digest: int, numbers: Iterable[int]) -> int:
@@ -23,6 +27,16 @@ def fold_admit(numbers: list[int], admit: Admit) -> None:
     numbers += (admit.seq, admit.kv_len, admit.prompt_len, len(admit.tokens), len(admit.pages))
     numbers += admit.tokens
     numbers += admit.pages
+    # As it would be after a journey: an int that stands for a float is one no more.
+    sampling = _sampling_decoder.decode(encode(admit.sampling))
+    numbers.append(crc32(encode(sampling)))
+
+
+def fold_commit(numbers: list[int], commit: Commit) -> None:
+    """What a commit adds: drafts accepted and KV moved. A token alone shows in the next rows."""
+    tokens, path = commit.tokens, commit.path
+    if len(tokens) > 1 or path[-1] != len(path) - 1:
+        numbers += (commit.seq, *path, *tokens)
 
 
 class SequenceState:
@@ -136,6 +150,7 @@ class Replica:
         moves: list[KvMove] = []
         for commit in plan.commits:
             self._commit(commit, moves)
+            fold_commit(numbers, commit)
         for seq in plan.drops:
             state = self.sequences.pop(seq)
             numbers += (seq, state.kv_len, len(state.tokens))
@@ -205,6 +220,8 @@ class Replica:
                 if rows.sample:
                     state.sampled_start, state.sampled_known = start, n_known
                 numbers += (rows.seq, start, n_tokens, tokens[-1], len(pages), pages[-1])
+                if len(rows.pages) > 1:
+                    numbers += rows.pages
                 if rows.parents:
                     numbers += (*rows.tokens, *rows.parents)
                 views.append(RowsView(state, rows, group, size))

@@ -96,6 +96,9 @@ def test_a_commit_beyond_the_pages_or_the_tokens_is_refused() -> None:
         plan(0, FIRST, admits=(admit(prompt_len=5),)),
         plan(0, msgspec.structs.replace(FIRST, pages=(3,)), admits=(admit(),)),
         plan(0, admits=(admit(),)),
+        plan(0, FIRST, admits=(admit(sampling=Sampling(seed=1)),)),
+        plan(0, FIRST, admits=(admit(sampling=Sampling(temperature=0.5)),)),
+        plan(0, msgspec.structs.replace(FIRST, pages=(3, 2)), admits=(admit(),)),
     ],
 )
 def test_the_digest_differs_when_the_state_does(other: StepPlan) -> None:
@@ -103,6 +106,43 @@ def test_the_digest_differs_when_the_state_does(other: StepPlan) -> None:
     one.apply(plan(0, FIRST, admits=(admit(),)))
     two.apply(other)
     assert one.digest != two.digest
+
+
+def test_the_digest_tells_which_pages_of_several_came_and_in_which_order() -> None:
+    digests = []
+    for pages in ((2, 3, 4), (3, 2, 4)):
+        replica = Replica(SIZE)
+        rows = msgspec.structs.replace(FIRST, pages=pages)
+        replica.apply(plan(0, rows, admits=(admit(),)))
+        digests.append(replica.digest)
+    assert digests[0] != digests[1]
+
+
+def test_the_digest_takes_an_int_for_the_float_it_becomes_on_its_way() -> None:
+    digests = []
+    for temperature in (1, 1.0):
+        replica = Replica(SIZE)
+        admits = (admit(sampling=Sampling(temperature=temperature)),)
+        replica.apply(plan(0, FIRST, admits=admits))
+        digests.append(replica.digest)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "tokens"), [((0, 3), (21, 30)), ((0, 2), (22, 30)), ((0, 2), (21, 31))]
+)
+def test_the_digest_tells_what_was_accepted_of_a_tree_and_whence_it_moves(
+    path: tuple[int, ...], tokens: tuple[int, ...]
+) -> None:
+    digests = []
+    for commit in (Commit(1, (0, 2), (21, 30), False), Commit(1, path, tokens, False)):
+        replica = Replica(SIZE)
+        replica.apply(plan(0, FIRST, admits=(admit(),)))
+        rows = Rows(1, 6, (16, 20, 21, 22), (-1, 0, 0, 0), True, (9,))
+        replica.apply(plan(1, rows, commits=(Commit(1, (0, 1), (16,), False),)))
+        replica.apply(plan(2, commits=(commit,)))
+        digests.append(replica.digest)
+    assert digests[0] != digests[1]
 
 
 def test_the_digest_remembers_the_whole_log() -> None:
