@@ -188,7 +188,7 @@ def _remove_stale(path: str) -> None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(path) != 0:
+        if probe.connect_ex(path) == errno.ECONNREFUSED:  # a busy one has no room: EAGAIN
             os.unlink(path)
 
 

@@ -1,9 +1,10 @@
 """Only who knows the secret and is expected gets a connection; both ends can say why not."""
 
 import os
+import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import msgspec
 import pytest
@@ -344,6 +345,22 @@ async def test_a_dead_listeners_socket_is_taken_over_a_living_ones_is_not(
             async with listening(address):
                 pass
         await meet_and_close(opened)
+
+
+async def test_a_living_listener_too_busy_to_answer_keeps_its_socket(folder: str) -> None:
+    address = Unix(f"{folder}/a.sock")
+    with ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(address.path)
+        busy.listen(0)
+        for _ in range(3):  # more than it has room for
+            caller = stack.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            caller.connect_ex(address.path)
+        with pytest.raises(ConfigError, match=r"cannot listen on unix:.*in use"):
+            async with listening(address):
+                pass
+        assert os.path.exists(address.path)
 
 
 async def test_a_file_in_the_way_is_left_alone(folder: str) -> None:
