@@ -174,21 +174,28 @@ def _path(name: str, stage: int) -> pathlib.Path:
 
 def _open(path: pathlib.Path, n_ranks: int, rank: int, half_bytes: int, limit_s: float) -> Any:
     n_bytes = native.Board.bytes(n_ranks, half_bytes)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unavailable(path, n_bytes, error) from None
     try:
         # All of it now: a full file system later would end the process with a signal.
         os.posix_fallocate(file, 0, n_bytes)
         return native.Board(file, n_ranks, rank, half_bytes, limit_s)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{path}: {error.strerror}: ranks need {n_bytes} bytes of shared memory; make more "
-            "room there, or use --ranks.layer_plane torch"
-        ) from None
+        raise _unavailable(path, n_bytes, error) from None
     except RuntimeError as error:
         raise PlaneError(f"{path}: {error}") from None
     finally:
         os.close(file)
+
+
+def _unavailable(path: pathlib.Path, n_bytes: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: {error.strerror}: ranks need {n_bytes} bytes of shared memory; make more room "
+        "there, or use --ranks.layer_plane torch"
+    )
 
 
 def open_shared_memory_plane(

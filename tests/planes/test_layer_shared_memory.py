@@ -69,6 +69,25 @@ def test_a_name_stays_in_its_folder(bad: str) -> None:
         open_shared_memory_plane(bad, PAIR, 0, limit_s=5)
 
 
+def test_a_host_without_shared_memory_is_told_what_to_do_instead(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"No such file.*layer_plane torch"):
+        open_shared_memory_plane(name, PAIR, 0, limit_s=5)
+
+
+def test_a_link_in_the_way_is_neither_followed_nor_removed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    (tmp_path / f"{name}.0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"symbolic links"):
+        open_shared_memory_plane(name, PAIR, 0, limit_s=5)
+    assert (tmp_path / f"{name}.0").is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_full_file_system_is_told_before_anybody_writes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
