@@ -5,6 +5,7 @@ rest of the code knows tensors and what `Tokens` offers, never ranks or files.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -92,8 +93,8 @@ class Attention:
         out_TK = ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
         if not self.out.is_split:
             return ops.linear(out_TK, self.out.weight)
-        parts_BTH = ops.linear_parts(out_TK, self.out.weight)
-        return self.out.settle(seat.attn_tp.all_reduce(parts_BTH))
+        partial = functools.partial(ops.linear_parts, weight=self.out.weight)
+        return self.out.settle(step.tokens.add_up_shared(out_TK, partial, self.out.row_bytes(x_TH)))
 
 
 class SwiGlu:
@@ -124,7 +125,8 @@ class SwiGlu:
     def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor:
         if not self.down.is_split:
             return self.whole(x_TH)
-        return self.down.settle(tokens.to_local(self.partial(tokens.to_global(x_TH))))
+        x_GH, row_bytes = tokens.to_global(x_TH), self.down.row_bytes(x_TH)
+        return self.down.settle(tokens.add_up(x_GH, self.partial, row_bytes))
 
     def whole(self, x_TH: Tensor) -> Tensor:
         """What a rank that holds all columns gives."""

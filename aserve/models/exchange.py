@@ -14,9 +14,7 @@ from torch import Tensor
 
 from aserve.models.decoder import SwiGlu
 from aserve.tensor.collective import Collective, sum_blocks
-from aserve.tensor.tokens import Tokens, even_shares
-
-SLOT_BYTES_MAX = 32 << 20  # of the partial sums of one round; longer prompts take several
+from aserve.tensor.tokens import Seat, Tokens, even_shares, rows_max
 
 
 class Routed(Protocol):
@@ -35,11 +33,10 @@ def gathered(mixture: Routed, x_TH: Tensor, tokens: Tokens) -> Tensor:
     start, n_rows = sum(shares[: seat.moe_dp.rank]), shares[seat.moe_dp.rank]
     x_MH = tokens.to_global(x_TH)[start : start + n_rows]
     chosen_MK, weight_MK = mixture.route_ascending(x_MH)
-    row_bytes = _n_blocks(mixture) * chosen_MK.shape[1] * x_MH.shape[1] * x_MH.element_size()
-    rows_max = max(1, SLOT_BYTES_MAX // row_bytes)
+    step = _rows_max(mixture, x_MH, chosen_MK)
     sums = [
         _sum_over_ranks(mixture, *some, seat.experts)
-        for some in zip(*(x.split(rows_max) for x in (x_MH, chosen_MK, weight_MK)), strict=True)
+        for some in zip(*(x.split(step) for x in (x_MH, chosen_MK, weight_MK)), strict=True)
         if len(some[0])
     ]
     out_MH = torch.cat(sums) if sums else x_MH
@@ -57,8 +54,12 @@ def _sum_over_ranks(
 
 def _n_blocks(mixture: Routed) -> int:
     """Of the partial sums that an expert gives on this rank, as on every other."""
-    down = mixture.experts[0].down
-    return down.weight.row_blocks if down.is_split else 1
+    return mixture.experts[0].down.n_blocks
+
+
+def _rows_max(mixture: Routed, x_TH: Tensor, chosen_TK: Tensor) -> int:
+    """Of one round, on every rank the same."""
+    return rows_max(chosen_TK.shape[1] * mixture.experts[0].down.row_bytes(x_TH))
 
 
 def _slots(mixture: Routed, x_MH: Tensor, chosen_MK: Tensor) -> Tensor:
@@ -73,9 +74,22 @@ def _slots(mixture: Routed, x_MH: Tensor, chosen_MK: Tensor) -> Tensor:
 
 def by_rows(mixture: Routed, x_TH: Tensor, tokens: Tokens) -> Tensor:
     """[rows of this rank, H] of the same."""
-    seat, grid = tokens.seat, tokens.seat.grid
     x_SH = tokens.slice(x_TH)
     chosen_SK, weight_SK = mixture.route_ascending(x_SH)
+    step = _rows_max(mixture, x_SH, chosen_SK)
+    # As many rounds as the rank with most rows needs.
+    sums = [
+        _send_rows(mixture, *(x[at : at + step] for x in (x_SH, chosen_SK, weight_SK)), tokens.seat)
+        for at in range(0, max(tokens.slices), step)
+    ]
+    return tokens.join(sums[0] if len(sums) == 1 else torch.cat(sums))
+
+
+def _send_rows(
+    mixture: Routed, x_SH: Tensor, chosen_SK: Tensor, weight_SK: Tensor, seat: Seat
+) -> Tensor:
+    """[S, H]: what the experts of all ranks give, each rank sending rows of its own."""
+    grid = seat.grid
     n_rows, per_token = chosen_SK.shape
     held = len(mixture.held)  # by every rank as many
     # Row-slots in the order of their experts, once for each rank that holds a part of one.
@@ -93,8 +107,7 @@ def by_rows(mixture: Routed, x_TH: Tensor, tokens: Tokens) -> Tensor:
     slot_RH = x_SH.new_empty(n_rows * per_token, x_SH.shape[1])
     for rows, parts in zip(by_ep, _of_experts(back_RBH, away, grid.moe_tp), strict=True):
         slot_RH[rows] = sum_blocks(torch.cat([part.transpose(0, 1) for part in parts]))
-    slot_SKH = slot_RH.view(n_rows, per_token, x_SH.shape[1])
-    return tokens.join(_weigh(slot_SKH, weight_SK))
+    return _weigh(slot_RH.view(n_rows, per_token, x_SH.shape[1]), weight_SK)
 
 
 def _compute(mixture: Routed, rows_RH: Tensor, asked_RN: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ follows from the row counts of the plan; an axis of size 1 costs nothing.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from aserve.tensor.ops import Ops
 from aserve.tensor.reference import ReferenceOps
 
 Rows = npt.NDArray[np.int64]
+PART_BYTES_MAX = 32 << 20  # of a rank's partial sums in one call; more rows take several
 
 
 class Seat:
@@ -105,6 +106,32 @@ class Tokens:
             return seat.tp.all_reduce(parts_BGH)
         return self.join(seat.tp.reduce_scatter(parts_BGH, self.slices))
 
+    def add_up(self, x_GH: Tensor, partial: Callable[[Tensor], Tensor], row_bytes: int) -> Tensor:
+        """All rows of the stage -> the sums of our rows over `partial` of every rank of the stage,
+        which gives [B, rows, H] of `row_bytes` a row: the same as `to_local(partial(x_GH))`."""
+        step = rows_max(row_bytes)
+        if self.n_rows <= step:
+            return self.to_local(partial(x_GH))
+        seat = self.seat
+        if seat.rows.size == 1:
+            return torch.cat([seat.tp.all_reduce(partial(x)) for x in x_GH.split(step)])
+        ends = np.cumsum(self.slices)
+        sums = []
+        for start in range(0, self.n_rows, step):
+            stop = min(start + step, self.n_rows)
+            counts = np.diff(ends.clip(start, stop), prepend=start).tolist()
+            sums.append(seat.tp.reduce_scatter(partial(x_GH[start:stop]), counts))
+        return self.join(torch.cat(sums))
+
+    def add_up_shared(
+        self, x_TH: Tensor, partial: Callable[[Tensor], Tensor], row_bytes: int
+    ) -> Tensor:
+        """This rank's rows -> their sums over the ranks of `attn_tp`, which hold the same rows."""
+        attn_tp, step = self.seat.attn_tp, rows_max(row_bytes)
+        if self.n_local <= step:
+            return attn_tp.all_reduce(partial(x_TH))
+        return torch.cat([attn_tp.all_reduce(partial(x)) for x in x_TH.split(step)])
+
     def slice(self, x_TH: Tensor) -> Tensor:
         """This rank's rows -> its 1/attn_tp of them: every row of a stage in exactly one place."""
         if self.seat.attn_tp.size == 1:
@@ -149,6 +176,11 @@ class Tokens:
             ours = order[start : start + of_group[self.seat.place.dp]]
             back = torch.from_numpy(np.argsort(ours))
         return Picked(x_WH, tuple(of_group), back)
+
+
+def rows_max(row_bytes: int) -> int:
+    """How many rows of partial sums a rank may have at once: the same on all ranks."""
+    return max(1, PART_BYTES_MAX // row_bytes)
 
 
 def even_shares(count: int, places: int) -> list[int]:

@@ -20,6 +20,7 @@ from aserve.models import exchange
 from aserve.models.decoder import Model
 from aserve.models.regions import Region
 from aserve.models.registry import load_model
+from aserve.tensor import tokens
 from aserve.tensor.ops import Linear, Ops, open_ops
 from aserve.tensor.reference import ReferenceOps
 from tests.models.families import saved
@@ -163,13 +164,32 @@ def test_bfloat16_logits_are_those_of_one_rank_bit_by_bit(name: str, layout: Lay
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=4, dp=2, ep=2), Layout(tp=6, ep=3, moe_dp=2, dp=6)])
-def test_experts_that_take_rows_in_rounds_give_the_same_bits(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (DENSE, Layout(tp=2)),
+        (DENSE, Layout(tp=6, dp=3)),
+        (DENSE, Layout(pp=2, tp=4, cp=2, cp_split="zigzag")),
+        (MOE, Layout(tp=4, dp=2, ep=2)),
+        (MOE, Layout(tp=6, ep=3, moe_dp=2, dp=6)),
+        (MOE, Layout(tp=4, dp=2, ep=2, experts="all_to_all")),
+        (MOE, Layout(tp=6, dp=6, ep=3, moe_dp=2, experts="all_to_all")),
+    ],
+)
+def test_rows_that_are_added_up_in_rounds_have_the_same_bits(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = alone(MOE, NATIVE)
-    monkeypatch.setattr(exchange, "SLOT_BYTES_MAX", 48 * 4 * 3 * 12 * 2)
-    assert_same(run(MOE, layout, NATIVE), wanted)
+    wanted = alone(name, NATIVE)
+    calls: list[int] = []
+
+    def few(row_bytes: int) -> int:
+        calls.append(row_bytes)
+        return 2
+
+    for module in (tokens, exchange):
+        monkeypatch.setattr(module, "rows_max", few)
+    assert_same(run(name, layout, NATIVE), wanted)
+    assert calls
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.planes.layer import open_thread_planes
 from aserve.tensor.ops import open_ops
-from aserve.tensor.tokens import Seat, Tokens, even_shares
+from aserve.tensor.tokens import PART_BYTES_MAX, Seat, Tokens, even_shares
 
 T = TypeVar("T")
 LIMIT_S = 20.0
@@ -102,6 +102,36 @@ def test_to_local_undoes_to_global(case: Case) -> None:
     for mine, whole, back in on_all(case, there_and_back):
         assert sorted(whole[:, 0].tolist()) == list(range(sum(map(sum, case.lengths))))
         assert torch.equal(back, mine * (n * (n + 1) // 2 + n))
+
+
+@given(cases(), st.integers(1, 20))
+@settings(max_examples=25)
+def test_sums_in_rounds_are_those_in_one_and_no_round_has_too_many_rows(
+    case: Case, step: int
+) -> None:
+    def added(tokens: Tokens) -> tuple[torch.Tensor, ...]:
+        seat, mine = tokens.seat, ids(local_rows(tokens))
+        whole = tokens.to_global(mine)
+
+        def parts(x: torch.Tensor) -> torch.Tensor:
+            assert len(x) <= step
+            return torch.stack((x * (seat.inside + 1), x))
+
+        def shared(x: torch.Tensor) -> torch.Tensor:
+            assert len(x) <= step
+            return torch.stack((x * (seat.place.attn_tp + 1), x))
+
+        row_bytes = PART_BYTES_MAX // step
+        return (
+            mine,
+            tokens.add_up(whole, parts, row_bytes),
+            tokens.add_up_shared(mine, shared, row_bytes),
+        )
+
+    grid = Grid(case.layout)
+    for mine, summed, shared in on_all(case, added):
+        for sums, n in ((summed, grid.tp), (shared, grid.attn_tp)):
+            assert torch.equal(sums, mine * (n * (n + 1) // 2 + n))
 
 
 @given(cases())

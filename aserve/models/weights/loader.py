@@ -50,6 +50,15 @@ class RowParallel:
     bias_N: Tensor | None
     is_split: bool
 
+    @property
+    def n_blocks(self) -> int:
+        """Of the partial sums that a rank gives."""
+        return self.weight.row_blocks if self.is_split else 1
+
+    def row_bytes(self, x: Tensor) -> int:
+        """Of the partial sums of a row in the dtype of `x`."""
+        return self.n_blocks * self.weight.n * x.element_size()
+
     def settle(self, sum_TN: Tensor) -> Tensor:
         return sum_TN if self.bias_N is None else sum_TN + self.bias_N
 
@@ -79,7 +88,7 @@ class Weights(Protocol):
 
 
 class Checklist:
-    """Notes every parameter that a rank asks for, in order; hands out nothing that could be used."""
+    """Notes all parameters that a rank asks for, in order; hands out nothing that could be used."""
 
     def __init__(self, layout: Layout = ONE_RANK, rank: int = 0) -> None:
         self.expected: dict[str, tuple[tuple[int, ...], Split]] = {}
