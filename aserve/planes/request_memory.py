@@ -78,6 +78,8 @@ class _MemoryPlane:
             except PeerError as error:
                 self._cut(hop.source if hop.target == LEADER else hop.target, str(error))
                 return
+            if self._lines[hop] is _lose:  # cut on its way back
+                return
             deliver(message)
 
     def _cut(self, rank: int, why: str) -> None:
