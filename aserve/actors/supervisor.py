@@ -79,11 +79,16 @@ class Supervisor:
                     task_status.started(self.leader)
                 else:
                     logger.info("the ranks serve again")
+                reason = None  # cancelled with the ranks: why is known when they are gone
                 try:
-                    await self.leader.run(ranks.plane)
+                    error = await cause_of_end(partial(self.leader.run, ranks.plane))
+                    assert error is not None, "a leader serves until something breaks"
+                    reason = sentence(error)
+                    raise error
                 finally:
                     self.ranks = None
                     if self.state is State.SERVING:
+                        self.reason = reason  # not that of a break before, while ranks are ended
                         self._to(Event.BROKE)
                     over.set()
 
@@ -111,7 +116,7 @@ class Supervisor:
 
     def _broke(self, error: Exception) -> None:
         """Everything of the ranks is gone. Decide what goes on, and without whom."""
-        self.reason = f"{type(error).__name__}: {error}"
+        self.reason = sentence(error)
         leader = self.leader
         suspects = self._blame.broke(leader.in_flight(), leader.meters.generation_tokens)
         if not isinstance(error, CURABLE):
@@ -150,3 +155,7 @@ class Supervisor:
         """After `close`: let ranks of other processes know that this was the end."""
         if self.ranks is not None and self.ranks.dismiss is not None:
             await self.ranks.dismiss()
+
+
+def sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

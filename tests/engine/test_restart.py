@@ -1,7 +1,8 @@
 """Ranks that die under a legible engine: requests pause and go on, and one cannot take all down."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -160,27 +161,57 @@ async def test_a_thread_that_never_ends_is_told_of(
 ) -> None:
     """It cannot be ended; its requests and probes must not wait for it."""
     monkeypatch.setattr(supervisor, "ENDING_S", 0.01)
-    computing, release = threading.Event(), threading.Event()
+    async with stuck(open_legible, monkeypatch, plane_s=0.01) as (engine, release):
+        generation = engine.generate(PROMPT, params())
+        await break_while_computing(engine)
+        with trio.fail_after(5):
+            done = await collect(generation, (), params())
+        assert done.error == "the ranks broke and could not be ended within 0.02 s"
+        assert engine.state is State.FAILED
+        release.set()
 
-    def stuck(self: LegibleRunner, work: object, inward: object) -> None:
-        computing.set()
-        release.wait(30)
 
-    monkeypatch.setattr(LegibleRunner, "forward", stuck)
-    try:
-        async with open_legible(threaded=True, plane_s=0.01) as engine:
-            generation = engine.generate(PROMPT, params())
-            while not computing.is_set():
+async def test_the_reason_of_a_break_is_told_while_ranks_are_still_being_ended(
+    open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the break before, and not none."""
+    async with stuck(open_legible, monkeypatch) as (engine, release):
+        generation = engine.generate(PROMPT, params())
+        await break_while_computing(engine)
+        with trio.fail_after(5):
+            while engine.state is not State.RESTARTING:
                 await trio.lowlevel.checkpoint()
-            ranks: Any = engine._supervisor.ranks
-            ranks.plane.rank_died(0, "it was told so")
-            with trio.fail_after(5):
-                done = await collect(generation, (), params())
-            assert done.error == "the ranks broke and could not be ended within 0.02 s"
-            assert engine.state is State.FAILED
-            release.set()
+        assert engine.last_break == "RankDied: rank 0 died: it was told so"
+        release.set()
+        generation.abort()
+
+
+@asynccontextmanager
+async def stuck(
+    open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch, **ranks: float
+) -> AsyncIterator[tuple[Engine, threading.Event]]:
+    """An engine whose rank computes until the event is set."""
+    release = threading.Event()
+    forward = LegibleRunner.forward
+
+    def wait(self: LegibleRunner, work: Any, inward: None) -> Any:
+        release.wait(30)
+        return forward(self, work, inward)
+
+    monkeypatch.setattr(LegibleRunner, "forward", wait)
+    try:
+        async with open_legible(threaded=True, **ranks) as engine:
+            yield engine, release
     finally:
         release.set()
+
+
+async def break_while_computing(engine: Engine) -> None:
+    with trio.fail_after(5):
+        while not engine._leader.awaited:
+            await trio.lowlevel.checkpoint()
+    ranks: Any = engine._supervisor.ranks
+    ranks.plane.rank_died(0, "it was told so")
 
 
 def test_the_error_of_a_rank_names_it() -> None:
