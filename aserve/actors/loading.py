@@ -83,6 +83,18 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
     return known, os.path.abspath(path)
 
 
+def check_model(config: Config) -> tuple[str, ...] | None:
+    """What of `config` this model cannot do, without its weights; None if it is not on this
+    machine."""
+    try:
+        if fetch.resolve_here(config.model.path) is None:
+            return None
+        load_known(config, lambda done, total, what: None)
+    except ConfigError as error:
+        return error.findings
+    return ()
+
+
 class RankModel:
     """One rank's share of the weights; any number of runners, one after another, may use it."""
 

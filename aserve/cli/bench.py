@@ -1,4 +1,4 @@
-"""`aserve bench serve|kernels|plan|layouts|pipeline`: finds the measurement asked for and runs it."""
+"""`aserve bench serve|kernels|plan|layouts|pipeline`: finds the measurement and runs it."""
 
 import argparse
 import importlib

