@@ -231,10 +231,12 @@ def _range_findings(config: Config) -> list[str]:
             if not least <= one <= most:  # also refuses NaN
                 found.append(f"{key} is {one}, it must be from {least} to {most}")
     page_size, kv_tokens = config.cache.page_size, config.cache.kv_tokens
-    if config.schedule.step_tokens < page_size:
+    step_tokens, dp = config.schedule.step_tokens, max(1, config.layout.dp)
+    if step_tokens // dp < page_size:
+        each = f" for each of layout.dp = {dp} groups" if dp > 1 else ""
         found.append(
-            f"schedule.step_tokens is {config.schedule.step_tokens}, it must be at least "
-            f"cache.page_size = {page_size}: prompts are computed in whole pages"
+            f"schedule.step_tokens is {step_tokens}, it must be at least cache.page_size = "
+            f"{page_size}{each}: prompts are computed in whole pages"
         )
     if kv_tokens is not None and 1 <= kv_tokens < page_size:
         found.append(f"cache.kv_tokens is {kv_tokens}, it must hold a page of {page_size}")

@@ -97,6 +97,14 @@ def test_a_step_and_a_pool_must_hold_a_page() -> None:
     assert "must hold a page of 32" in found[1]
 
 
+def test_each_attention_group_has_rows_for_a_page_in_a_step() -> None:
+    sizes = {"cache": {"page_size": 128}, "schedule": {"step_tokens": 512}}
+    merge(Config(), {**sizes, "layout": {"dp": 4, "tp": 4}})
+    (found,) = findings({**sizes, "layout": {"dp": 8, "tp": 8}})
+    assert "schedule.step_tokens is 512" in found
+    assert "at least cache.page_size = 128 for each of layout.dp = 8 groups" in found
+
+
 def test_a_pool_of_no_size_is_told_its_range_and_no_page_of_0() -> None:
     found = findings({"cache": {"page_size": 0, "kv_tokens": -5}})
     assert len(found) == 2
