@@ -139,7 +139,8 @@ class Ops(Protocol):
     # other, over cp ranks. `interleave` gives row j to rank j % cp. `zigzag` cuts a sequence in 2
     # cp blocks, the first length % (2 cp) of them one longer, and gives rank r blocks r and 2 cp -
     # 1 - r. A rank keeps its rows in the order of the group, so those of a sequence are together
-    # and their positions ascend, which `attention` asks for.
+    # and their positions ascend, which `attention` asks for. A model's rows are cut by `cp_index`
+    # before anything is computed of them; `cp_split` and `cp_join` are for whoever has them whole.
 
     def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
         """int32 [cp, sequences]: how many rows of each sequence each rank holds."""

@@ -204,6 +204,8 @@ def test_stages_may_have_unequal_numbers_of_layers() -> None:
     [
         ("llama-one-kv-head", Layout(tp=4)),  # copied to all
         ("llama-one-kv-head", Layout(pp=2, tp=4, cp=2, dp=2)),
+        ("llama", Layout(tp=4)),  # each of two KV heads on two ranks
+        ("qwen3-tied", Layout(pp=2, tp=8, dp=2)),
         ("divisible", Layout(tp=8, dp=2)),  # shares of an MLP are not equal
         ("qwen3-moe", Layout(tp=4, dp=2, ep=2)),
         ("qwen3-moe", Layout(tp=6, dp=6, ep=2, experts="all_to_all")),  # experts in 3 parts
