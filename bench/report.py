@@ -48,6 +48,20 @@ def kernels_part(_rounds: int) -> str:
     return command("kernels")
 
 
+def layouts_part(rounds: int) -> str:
+    return markdown("layouts", "--live", "thread", "process", "--rounds", str(rounds))
+
+
+def pipeline_part(rounds: int) -> str:
+    return markdown("pipeline", "--rounds", str(rounds))
+
+
+def markdown(*arguments: str) -> str:
+    """What a measurement that speaks Markdown says."""
+    command = [sys.executable, "-m", "aserve", "bench", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def command(name: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "aserve", "bench", name], check=True, capture_output=True, text=True
@@ -59,6 +73,8 @@ PARTS: dict[str, tuple[str, Callable[[int], str]]] = {
     "peers": ("Beside other engines", peer_part),
     "streaming": ("HTTP streaming", streaming_part),
     "plan": ("A step beside the model (`aserve bench plan`)", plan_part),
+    "layouts": ("Layouts of ranks (`aserve bench layouts`)", layouts_part),
+    "pipeline": ("Stages that wait (`aserve bench pipeline`)", pipeline_part),
     "kernels": ("Kernels against their floors (`aserve bench kernels`)", kernels_part),
 }
 

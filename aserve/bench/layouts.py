@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import trio
 
 from aserve.actors.completion import collect
 from aserve.actors.engine import Engine, open_engine
+from aserve.bench.bundles import measure_bundles
 from aserve.bench.plan import machine_line
+from aserve.bench.plan_cost import PlanCost, plan_cost
 from aserve.bench.planes import measure_planes
+from aserve.core.config import Layout
 from aserve.core.request import SamplingParams
 
 # Name, axes, numerics. The first is what the others are compared with.
@@ -48,26 +52,34 @@ class Row:
     of_one: tuple[float, float, float]
 
 
+def axes_of(layout: str) -> dict[str, int]:
+    """`pp=2,tp=3 fast` as sizes by axis. Raises ValueError."""
+    axes: dict[str, int] = {}
+    for part in layout.partition(" ")[0].split(",") if layout != "one rank" else ():
+        axis, _, size = part.partition("=")
+        if not size.isdecimal() or axis not in Layout.__struct_fields__:
+            raise ValueError(f"{layout!r} is no layout: write such as pp=2,tp=3 or 'tp=3 fast'")
+        axes[axis] = int(size)
+    return axes
+
+
 def settings_of(layout: str, live: str) -> dict[str, Any]:
-    """`pp=2,tp=3 fast` as overrides of the configuration. Raises ValueError."""
+    """Overrides of the configuration. Raises ValueError."""
     settings: dict[str, Any] = {"cache__kv_tokens": ROOM, "schedule__prefix_cache": False}
     if layout == "one rank":
         return settings
-    axes, _, numerics = layout.partition(" ")
-    for part in axes.split(","):
-        axis, _, size = part.partition("=")
-        if not size.isdecimal():
-            raise ValueError(f"{layout!r} is no layout: write such as pp=2,tp=3 or 'tp=3 fast'")
-        settings[f"layout__{axis}"] = int(size)
-    return settings | {"layout__numerics": numerics or "exact", "ranks__live": live}
+    settings |= {f"layout__{axis}": size for axis, size in axes_of(layout).items()}
+    numerics = layout.partition(" ")[2] or "exact"
+    return settings | {"layout__numerics": numerics, "ranks__live": live}
 
 
 async def measure_once(engine: Engine, dice: random.Random, streams: int, n_tokens: int) -> float:
     """Tokens per second from the first request to the last token."""
     params = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     length = PREFILL_LEN if n_tokens == 1 else DECODE_PROMPT_LEN
+    length = min(length, engine.context_len - n_tokens)
     prompts = [
-        tuple(dice.randrange(1000, engine.vocab_size) for _ in range(length))
+        tuple(dice.randrange(engine.vocab_size // 8, engine.vocab_size) for _ in range(length))
         for _ in range(streams)
     ]
     started = time.perf_counter()
@@ -140,6 +152,19 @@ def table(rows: Sequence[Row], streams: int) -> str:
     return "\n".join(lines)
 
 
+def plan_table(costs: dict[str, PlanCost]) -> str:
+    """Markdown."""
+    lines = [
+        "| layout | bytes of a plan | leader, us a step | a rank, us a step |",
+        "|---|---|---|---|",
+    ]
+    for layout, cost in costs.items():
+        lines.append(
+            f"| {layout} | {cost.plan_bytes:.0f} | {cost.leader_us:.0f} | {cost.rank_us:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="AXIS=N,...")
@@ -153,18 +178,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if min(options.streams, options.rounds) < 1 or options.tokens < 2:
         raise ValueError("--streams and --rounds are at least 1, --tokens at least 2")
-    for layout in options.layouts:
-        settings_of(layout, "thread")
+    costs = {
+        layout: plan_cost(Layout(**axes_of(layout)))
+        for layout in options.layouts
+        if not layout.endswith(" fast")
+    }
     rows = trio.run(measure, options)
-    planes = measure_planes()
+    planes, bundles = measure_planes(), measure_bundles()
     if options.json:
-        found = {"machine": machine_line(), "rows": [dataclasses.asdict(row) for row in rows]}
-        print(json.dumps(found | {"planes": planes}))
+        found = {
+            "machine": machine_line(),
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "plans": {layout: msgspec.to_builtins(cost) for layout, cost in costs.items()},
+            "planes": planes,
+            "bundles": msgspec.to_builtins(bundles),
+        }
+        print(json.dumps(found))
         return 0
     print(f"tokens per second, medians of {options.rounds} interleaved rounds (x: of one rank)\n")
     print(table(rows, options.streams))
-    print()
-    for line in planes:
+    print("\n32 sequences decoding; a rank beside its model\n")
+    print(plan_table(costs))
+    print("\nbetween two ranks\n\n```")
+    for line in (*planes, *bundles):
         print(line)
+    print("```\n")
     print(machine_line())
     return 0

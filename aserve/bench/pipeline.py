@@ -91,7 +91,9 @@ class Listener:
 
 async def prefill(engine: Engine, listener: Listener, prompt_len: int, pp: int) -> Measured:
     dice = random.Random(len(listener.reports))
-    prompt = tuple(dice.randrange(1000, engine.vocab_size) for _ in range(prompt_len))
+    prompt = tuple(
+        dice.randrange(engine.vocab_size // 8, engine.vocab_size) for _ in range(prompt_len)
+    )
     listener.reports.clear()
     started = time.perf_counter()
     await collect(engine.submit(prompt, ONE_TOKEN), prompt, ONE_TOKEN)
