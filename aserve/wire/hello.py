@@ -24,6 +24,7 @@ from aserve.wire.frames import Frames
 
 VERSION = 1
 HELLO_BYTES_MAX = 4096
+REASON_LEN_MAX = 300
 NONCE_BYTES = 32
 SECRET_BYTES_MIN = 16
 
@@ -134,6 +135,7 @@ async def _send(frames: Frames, message: Hello | Challenge | Proof | Welcome | R
 
 
 async def _refuse(frames: Frames, reason: str) -> None:
+    reason = reason[:REASON_LEN_MAX]  # it may quote what the peer made as long as it liked
     await _send(frames, Refused(reason))
     raise Refusal(frames.peer, f"refused: {reason}")
 
@@ -148,7 +150,7 @@ async def _receive(frames: Frames, kind: type[Message]) -> Message:
         raise PeerError(frames.peer, f"does not greet as we do: {error}") from error
     if isinstance(message, Refused):
         # Whoever this is has proved nothing yet: its words are for a person to read, no more.
-        reason = "".join(char for char in message.reason[:300] if char.isprintable())
+        reason = "".join(char for char in message.reason[:REASON_LEN_MAX] if char.isprintable())
         raise Refusal(frames.peer, f"refused us: {reason}")
     assert isinstance(message, kind)
     return message

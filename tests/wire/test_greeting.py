@@ -80,6 +80,7 @@ async def test_ends_that_know_the_secret_meet_and_know_each_other(address: Addre
         (identity(0), "rank 0 is here already"),
         (identity(role="hidden"), "its role is 'hidden', ours is 'request'"),
         (identity(world=4), "its world is 4, ours is 3"),
+        (identity(role="\0" * 1300), "its role is '"),
         (identity(run="yesterday"), "its run is 'yesterday', ours is ''"),
     ],
 )
