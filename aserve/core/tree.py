@@ -14,6 +14,11 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft((), ())
 
 
+def is_token(token: int) -> bool:
+    """Whether some vocabulary could have it: all ranks look it up, and fold it into digests."""
+    return not token >> 31
+
+
 def row_parents(draft: Draft) -> tuple[int, ...]:
     """The `Rows.parents` of the root followed by the draft."""
     return (-1, *[parent + 1 for parent in draft.parents])
@@ -34,6 +39,8 @@ def malformed(draft: Draft, n_max: int) -> str | None:
         return f"drafted {n_tokens} tokens with {len(draft.parents)} parents"
     if n_tokens > n_max:
         return f"drafted {n_tokens} tokens, at most {n_max} are planned"
+    if any(not is_token(token) for token in draft.tokens):
+        return f"drafted {draft.tokens}, not all of them tokens"
     for node, parent in enumerate(draft.parents):
         if not -1 <= parent < node:
             return f"drafted node {node} below {parent}, which is not before it"

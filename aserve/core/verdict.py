@@ -3,7 +3,7 @@
 from aserve.core.message import Commit, Result, Rows
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
-from aserve.core.tree import NO_DRAFT, Draft, is_path, malformed
+from aserve.core.tree import NO_DRAFT, Draft, is_path, is_token, malformed
 
 
 def known_rows(rows: Rows) -> int:
@@ -26,6 +26,8 @@ def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0
     drafts = tuple(rows.tokens[row] for row in result.path[n_known:])
     if drafts != result.tokens[: n_drawn - 1] and drafts:
         return f"sequence {rows.seq} accepted drafts {drafts} but drew {result.tokens}"
+    if n_drawn and not is_token(result.tokens[-1]):
+        return f"sequence {rows.seq} drew {result.tokens[-1]}, which is no token"
     if result.draft_tokens or result.draft_parents:
         draft = Draft(result.draft_tokens, result.draft_parents)
         wrong = malformed(draft, draft_max if rows.sample else 0)

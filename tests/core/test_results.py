@@ -57,6 +57,8 @@ def test_possible_results_have_no_objection(rows: Rows, result: Result) -> None:
         (TREE, Result(1, (0, 1, 2), (8, 9, 3)), "no path"),
         (TREE, Result(1, (0, 9), (8, 3)), "no path"),
         (TREE, Result(1, (0, 2), (8, 3)), "accepted drafts (9,) but drew (8, 3)"),
+        (CHAIN, Result(1, (0, 1, 2), (-1,)), "drew -1, which is no token"),
+        (TREE, Result(1, (0, 1), (8, 1 << 63)), "drew 9223372036854775808, which is no token"),
         (CHAIN, Result(1, (0, 1, 2), (3,), (LOGPROB,)), "sent 1 logprobs, 0 were due"),
         (CHAIN, Result(1, (0, 1, 2), (3,), (), (LOGPROB,)), "sent 1 prompt logprobs, 0 were"),
     ],

@@ -78,6 +78,8 @@ def test_every_cut_is_a_tree_within_bounds_whose_nodes_keep_their_ancestors(
         (Draft((1, 2), (-1,)), "drafted 2 tokens with 1 parents"),
         (Draft((1, 2), (-1, 1)), "drafted node 1 below 1"),
         (Draft((1, 2), (-1, -2)), "drafted node 1 below -2"),
+        (Draft((1, -2), (-1, 0)), "drafted (1, -2), not all of them tokens"),
+        (Draft((1 << 40,), (-1,)), "drafted (1099511627776,), not all of them tokens"),
         (Draft((1,) * 4, (-1,) * 4), "drafted 4 tokens, at most 3 are planned"),
     ],
 )
