@@ -6,7 +6,9 @@ progress, a JSON line each.
 """
 
 import contextlib
+import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +19,12 @@ import msgspec
 import trio
 
 from aserve.actors.loading import Progress
+from aserve.errors import RankDied
+
+logger = logging.getLogger("aserve.engine")
 
 LINE_BYTES_MAX = 1 << 16
+TELL_S = 0.1  # a connection ends a little before its process
 
 
 class Summons(msgspec.Struct, frozen=True):
@@ -64,8 +70,15 @@ class Child:
 
     async def wait(self) -> str:
         """Until the process has ended; how it did."""
-        await trio.lowlevel.wait_readable(self._pidfd)
+        await self.wait_end()
         return ending(self._popen.wait())
+
+    async def wait_end(self) -> None:
+        await trio.lowlevel.wait_readable(self._pidfd)
+
+    @property
+    def ended(self) -> bool:
+        return bool(select.select([self._pidfd], [], [], 0)[0])
 
     async def listen(self, progress: Progress | None) -> None:
         """Until it closes its output; what is no progress is not looked at."""
@@ -107,12 +120,38 @@ async def open_children(summonses: list[Summons]) -> AsyncIterator[list[Child]]:
             await trio.lowlevel.checkpoint()  # starting one takes milliseconds
         yield children
     finally:
+        if _died(sys.exception()):
+            await _tell_ended(children)
         for child in children:
             child.kill()
         with trio.CancelScope(shield=True):  # killed: the kernel is about to be done with it
             for child in children:
                 await child.wait()
                 child.close()
+
+
+def _died(error: BaseException | None) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(RankDied) is not None
+    return isinstance(error, RankDied)
+
+
+async def _tell_ended(children: list[Child]) -> None:
+    """Log what ended which process, before we end the others: all that peers know is that its
+    connection is gone."""
+    with trio.move_on_after(TELL_S) as scope:
+        scope.shield = True
+        async with trio.open_nursery() as nursery:
+
+            async def wait(child: Child) -> None:
+                await child.wait_end()
+                nursery.cancel_scope.cancel()
+
+            for child in children:
+                nursery.start_soon(wait, child)
+    for child in children:
+        if child.ended:
+            logger.error("rank %d: %s", child.rank, await child.wait())
 
 
 def ending(code: int) -> str:

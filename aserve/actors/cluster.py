@@ -19,7 +19,7 @@ from aserve.actors.launch import cause_of_end, run_as_rank
 from aserve.actors.loading import Progress, load, load_known
 from aserve.actors.muster import muster
 from aserve.actors.placement import Known, Placement, Ranks, in_flight_max
-from aserve.actors.processes import SILENT_SHARE
+from aserve.actors.processes import silent_s
 from aserve.actors.rendezvous import LOOPBACK, Seat, seat
 from aserve.actors.wiring import FAREWELL, Meeting, segment_name
 from aserve.core.config import Config
@@ -93,8 +93,8 @@ class RankCluster:
                 nursery.start_soon(run_as_rank, 0, partial(self._obey, terms))
                 logger.info("waiting for %d ranks at %s:%d", place.world, place.host, place.port)
                 pages = await muster(end, config, pages_total, run)
-                nursery.start_soon(end.watch, config.ranks.plane_s * SILENT_SHARE)
-                yield Ranks(end, pages, partial(_dismiss, end))
+                watch = partial(end.watch, silent_s(config))
+                yield Ranks(end, pages, watch, partial(_dismiss, end))
                 nursery.cancel_scope.cancel()
         finally:
             remove_shared_memory(segment_name(run), Grid(config.layout))

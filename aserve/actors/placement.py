@@ -29,12 +29,14 @@ class Known:
 class Ranks:
     """One start of all ranks: they have loaded and joined, and obey what is sent to `plane`.
 
-    `pages_total` is what every rank has room for. `dismiss` tells ranks that this process cannot
-    end that they are needed no more; waits for them, not long.
+    `pages_total` is what every rank has room for. `watch` raises PlaneTimeout when a rank of
+    another process stands still. `dismiss` tells ranks that this process cannot end that they are
+    needed no more; waits for them, not long.
     """
 
     plane: LeaderEnd
     pages_total: int
+    watch: Callable[[], Awaitable[None]] | None = None
     dismiss: Callable[[], Awaitable[None]] | None = None
 
 

@@ -28,6 +28,10 @@ from aserve.wire.listener import open_socket_folder
 SILENT_SHARE = 0.5  # of ranks.plane_s: who is stopped is named before its peers give up on it
 
 
+def silent_s(config: Config) -> float:
+    return config.ranks.plane_s * SILENT_SHARE
+
+
 class RankProcesses:
     """A placement. Every start has new processes, a new secret and a new folder."""
 
@@ -57,8 +61,7 @@ class RankProcesses:
                         nursery.start_soon(child.listen, self._progress)
                     pages = await muster(end, config, pages_total, run)
                     self._progress = None  # later starts are nobody's wait at a terminal
-                    nursery.start_soon(end.watch, config.ranks.plane_s * SILENT_SHARE)
-                    yield Ranks(end, pages)
+                    yield Ranks(end, pages, partial(end.watch, silent_s(config)))
                     nursery.cancel_scope.cancel()
         finally:
             self.children = []

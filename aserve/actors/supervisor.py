@@ -16,7 +16,7 @@ from aserve.actors.supervision import Blame, Event, State, step
 from aserve.core.config import Config
 from aserve.core.layout import Grid
 from aserve.core.planner import CacheSpec, Planner
-from aserve.errors import Desync, PeerError, PlaneError
+from aserve.errors import ConfigError, Desync, PeerError, PlaneError
 
 logger = logging.getLogger("aserve.engine")
 
@@ -81,7 +81,7 @@ class Supervisor:
                     logger.info("the ranks serve again")
                 reason = None  # cancelled with the ranks: why is known when they are gone
                 try:
-                    error = await cause_of_end(partial(self.leader.run, ranks.plane))
+                    error = await cause_of_end(partial(self._run_leader, ranks))
                     assert error is not None, "a leader serves until something breaks"
                     reason = sentence(error)
                     raise error
@@ -99,6 +99,12 @@ class Supervisor:
         await trio.sleep(limit_s)
         if self.state is State.RESTARTING:
             self._give_up(f"the ranks broke and could not be ended within {limit_s:g} s")
+
+    async def _run_leader(self, ranks: Ranks) -> None:
+        async with trio.open_nursery() as nursery:
+            if ranks.watch is not None:
+                nursery.start_soon(ranks.watch)
+            await self.leader.run(ranks.plane)
 
     def _lead(self, pages_total: int) -> Leader:
         config, grid = self._config, Grid(self._config.layout)
@@ -119,6 +125,10 @@ class Supervisor:
         self.reason = sentence(error)
         leader = self.leader
         suspects = self._blame.broke(leader.in_flight(), leader.meters.generation_tokens)
+        if isinstance(error, ConfigError):
+            logger.error("the ranks cannot be started again: %s", error)
+            self._give_up(f"the ranks cannot be started again: {error}")
+            return
         if not isinstance(error, CURABLE):
             logger.error("the leader's loop died", exc_info=error)
             self._give_up(f"the leader's loop died: {self.reason}")

@@ -110,7 +110,7 @@ async def test_killing_a_rank_at_each_of_many_points_loses_nothing(
 
 
 async def test_a_rank_that_dies_while_nobody_asks_is_replaced(
-    open_tiny: OpenEngine, right: list[str]
+    open_tiny: OpenEngine, right: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_tiny(layout__tp=2, ranks__live="process", schedule__step_tokens=48) as engine:
         old = [child.pid for child in children(engine)]
@@ -120,6 +120,8 @@ async def test_a_rank_that_dies_while_nobody_asks_is_replaced(
         assert state.silent == (0, 1)
         assert "rank 1 died" in (state.last_break or "")
         assert await texts(engine) == right
+        assert "rank 1: its process was ended by SIGKILL" in caplog.text
+        assert "rank 0: its process" not in caplog.text
         assert not set(old) & {child.pid for child in children(engine)}
 
 

@@ -14,7 +14,7 @@ from aserve.actors.engine import Engine
 from aserve.actors.supervision import State
 from aserve.core.noise import seed_of_choice
 from aserve.core.request import SamplingParams
-from aserve.errors import RankDied, RequestError
+from aserve.errors import ModelError, RankDied, RequestError
 from aserve.testing.legible import LegibleRunner, oracle
 
 from .conftest import OpenEngine
@@ -121,6 +121,25 @@ async def test_ranks_beyond_help_fail_with_the_reason(open_legible: OpenEngine) 
             with pytest.raises(RequestError) as caught:
                 engine.generate(PROMPT, params())
             assert caught.value.status == 503
+
+
+async def test_what_keeps_ranks_from_starting_again_is_told_as_it_is(
+    open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that went away in between is for the operator to bring back, and no bug of ours."""
+    async with open_legible(faults=(2, 1, -1)) as engine:
+
+        def fail(*given: object) -> None:
+            raise ModelError("the model has gone")
+
+        monkeypatch.setattr(LegibleRunner, "__init__", fail)
+        with trio.fail_after(5):
+            done = await finish(engine, PROMPT, params())
+        assert done.error == "the ranks cannot be started again: the model has gone"
+        assert engine.failure == done.error
+        assert engine.state is State.FAILED
+    assert "the model has gone" in caplog.text
+    assert "loop died" not in caplog.text
 
 
 async def test_an_abort_while_ranks_are_started_anew_counts(open_legible: OpenEngine) -> None:
