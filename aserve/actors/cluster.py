@@ -7,7 +7,7 @@ anew, with the weights they have; a process that died is the launcher's to start
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -126,6 +126,8 @@ class _Joining:
         # Rank 0 is at home: the name that others use may be that of a service before it.
         host = place.host if place.rank or place.host in LOOPBACK else _home(place.host)
         address = Tcp(host, place.port)
+        if place.rank:
+            logger.info("rank %d of %d: joining rank 0 at %s", place.rank, place.world, address)
         async with open_follower(address, self._terms, place.rank, limit_s=limit_s) as end:
             self.joined = True
             mine = await trio.to_thread.run_sync(own_address, place.host, place.port)
@@ -158,15 +160,21 @@ def _follower(place: Seat, compute: ComputeThread, progress: Progress | None) ->
     return Follower(place.rank, (place.local_rank, place.n_local), compute, progress)
 
 
-async def follow(config: Config, progress: Progress | None = None) -> None:
+async def follow(
+    config: Config,
+    progress: Progress | None = None,
+    on_serving: Callable[[bool], None] = lambda serves: None,
+) -> None:
     """A process that is no leader: obey, and come back whenever the grid starts anew.
 
-    Returns when the leader has said that it is over. Raises PeerError if the leader is not reached
-    within `ranks.start_s` or refuses us, ConfigError for what the operator has to mend.
+    `on_serving` is told when it begins to obey plans, and when it ceases. Returns when the leader
+    has said that it is over. Raises PeerError if the leader is not reached within `ranks.start_s`
+    or refuses us, ConfigError for what the operator has to mend.
     """
     place = seat_of(config)
     async with open_compute_thread(f"aserve-rank-{place.rank}") as compute:
         follower = _follower(place, compute, progress)
+        follower.on_serving = on_serving
         joining = _Joining(follower, config, place, _terms(config, place))
         while not follower.dismissed:
             error = await cause_of_end(joining.once)

@@ -1,6 +1,7 @@
 """A rank in a process of its own: it joins the leader, loads, meets its peers, and obeys."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -52,6 +53,7 @@ class Follower:
         self._progress = progress
         self._loaded: tuple[Known, RankModel] | None = None
         self.dismissed = False  # the leader has said that it needs no rank any more
+        self.on_serving: Callable[[bool], None] = lambda serves: None  # plans come, or no more
 
     async def obey(self, end: FollowerEnd, meeting: Meeting, own: Config | None) -> None:
         """One start of the grid. `own` must agree with the leader's configuration; None takes that.
@@ -78,9 +80,11 @@ class Follower:
                 make = partial(model.runner, known.tokenizer, layer, setup.pages_total)
                 runner = await self._compute(make)
                 end.state = partial(state_of, self.rank, watch, runner, layer)
+                self.on_serving(True)
                 try:
                     await _obey(end, runner, (layer, hidden), self._compute, watch)
                 finally:
+                    self.on_serving(False)
                     await self._hear_farewell(end)
 
     async def _hear_farewell(self, end: FollowerEnd) -> None:

@@ -67,7 +67,8 @@ def run(given: Sequence[str]) -> int:
 def follow(config: Config) -> int:
     """A process of a cluster that is not rank 0: it serves no HTTP, it obeys.
 
-    SIGTERM lets requests end that rank 0 is draining; a second ends it at once.
+    Once it does, SIGTERM lets requests end that rank 0 is draining; a second ends it at once, as
+    does the first before, while it loads or looks for rank 0.
     """
     import trio
 
@@ -75,22 +76,44 @@ def follow(config: Config) -> int:
     from aserve.api.log import start_log
 
     start_log(config.server)
+    leaving = _Leaving(config.server.drain_s + LEAVE_S)
 
-    async def main() -> int:
-        with trio.CancelScope() as scope, Progress() as progress:
+    async def main() -> None:
+        leaving.everything = trio.CancelScope()
+        with leaving.everything, Progress() as progress:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_leave_on_signals, scope, config.server.drain_s + LEAVE_S)
-                await cluster.follow(config, progress)
+                nursery.start_soon(leaving.watch_signals)
+                await cluster.follow(config, progress, leaving.now)
                 nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    if leaving.ended_by is None:
         return 0
+    say(f"ended by {leaving.ended_by.name}")
+    return 128 + leaving.ended_by
 
-    return trio.run(main)
 
+class _Leaving:
+    """What a signal does to a rank that follows; `serves` as `cluster.follow` tells."""
 
-async def _leave_on_signals(scope: "trio.CancelScope", limit_s: float) -> None:
-    import trio
+    def __init__(self, limit_s: float) -> None:
+        self.everything: trio.CancelScope
+        self.serves = False
+        self.ended_by: signal.Signals | None = None  # before requests could end
+        self._limit_s = limit_s
+        self._asked = False
 
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for _ in signals:
-            now = trio.current_time()
-            scope.deadline = now + limit_s if scope.deadline > now + limit_s else now
+    def now(self, serves: bool) -> None:
+        self.serves = serves
+
+    async def watch_signals(self) -> None:
+        import trio
+
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                if self.serves and not self._asked:
+                    self.everything.deadline = trio.current_time() + self._limit_s
+                else:
+                    self.ended_by = None if self._asked else signal.Signals(number)
+                    self.everything.cancel()
+                self._asked = True

@@ -161,6 +161,24 @@ def test_two_processes_serve_and_end_together(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rank_that_has_nobody_to_wait_for(
+    tiny_model_path: pathlib.Path, number: signal.Signals
+) -> None:
+    """Only a rank that serves lets requests end first: this one has not even found rank 0."""
+    with launched(tiny_model_path, "--layout.tp", "2") as two:
+        two.start(1)
+        process = two.processes[1]
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "rank 1 of 2: joining rank 0 at tcp:127.0.0.1:" in line
+        process.send_signal(number)
+        _, said = process.communicate(timeout=10)
+        assert process.returncode == 128 + number
+        assert said == f"aserve: ended by {number.name}\n"
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_started_again_takes_its_place(
     tiny_model_path: pathlib.Path, right: str
 ) -> None:
