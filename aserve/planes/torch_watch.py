@@ -5,6 +5,7 @@ second: so peers can say what an absent rank does, even while its forward is stu
 """
 
 import contextlib
+import itertools
 import threading
 import time
 
@@ -43,6 +44,8 @@ class Watch:
         self._store = store
         self._exchange = exchange
         self._limit_s = limit_s
+        first = rank // grid.tp * grid.tp
+        self._stage = range(first, first + grid.tp)
         self._beat_s = min(BEAT_S, limit_s / 8)
         self._lock = threading.Lock()  # of writing to the store
         self._beat = 0
@@ -126,23 +129,50 @@ class Watch:
 
     def _unmet(self, call: Call, text: str) -> Failure:
         """We waited to the end: who is elsewhere, and where."""
-        missing = {}
-        for rank in call.members:
-            seen = self._read(rank)
-            if rank == self._rank or (seen.waiting and self._meets(call, seen.call)):
-                continue
-            if seen.call is not None and self._parted(call, seen.call, seen.waiting):
-                return signature.mismatch(*in_rank_order(call.signature, seen.call))
-            missing[rank] = _text(rank, seen)
-        if missing:
-            waiting = str(call.signature)
-            return signature.timeout(waiting, self._limit_s, [*missing], [*missing.values()])
-        return signature.broken(f"{call.signature}: all came, and yet: {text}")
+        mine = call.signature
+        seen = {rank: self._read(rank) for rank in self._stage if rank != self._rank}
+        late = [rank for rank in self._peers(mine) if not self._meets(mine, seen[rank].call)]
+        for rank in late:
+            other = seen[rank].call
+            if other is not None and self._parted(call, other, seen[rank].waiting):
+                return signature.mismatch(*in_rank_order(mine, other))
+        calls = [mine, *(one.call for one in seen.values() if one.call is not None)]
+        for one, two in itertools.combinations(calls, 2):
+            if self._clash(one, two):
+                return signature.mismatch(*in_rank_order(one, two))
+        if not late:
+            return signature.broken(f"{mine}: all came, and yet: {text}")
+        absent, told = self._absent(late, seen)
+        last = [_text(rank, seen[rank]) for rank in told]
+        return signature.timeout(str(mine), self._limit_s, absent, last)
 
-    def _meets(self, call: Call, other: Signature | None) -> bool:
-        if other is None or self._grid.group(other.group, other.rank) != call.members:
+    def _absent(self, late: list[int], seen: dict[int, Seen]) -> tuple[list[int], list[int]]:
+        """Who keeps the late ones waiting without waiting itself; and all on the way there."""
+        told, absent = list(late), []
+        for rank in told:
+            at = seen[rank].call if seen[rank].waiting else None
+            if at is None:
+                absent.append(rank)
+                continue
+            awaited = [peer for peer in self._peers(at) if not self._meets(at, seen[peer].call)]
+            told += [peer for peer in awaited if peer not in told]
+        return absent or late, told  # in a circle nobody is absent
+
+    def _peers(self, call: Signature) -> list[int]:
+        members = self._grid.group(call.group, call.rank)
+        return [rank for rank in members if rank not in (call.rank, self._rank)]
+
+    def _meets(self, call: Signature, other: Signature | None) -> bool:
+        members = self._grid.group(call.group, call.rank)
+        if other is None or self._grid.group(other.group, other.rank) != members:
             return False
-        return not signature.differ(call.signature, other, call.members)
+        return not signature.differ(call, other, members)
+
+    def _clash(self, one: Signature, two: Signature) -> bool:
+        """Whether one turn of a group was not the same to both, however long ago each was read."""
+        turns = [(call.group, call.step, call.number) for call in (one, two)]
+        members = self._grid.group(one.group, one.rank)
+        return turns[0] == turns[1] and two.rank in members and not self._meets(one, two)
 
     def _parted(self, call: Call, other: Signature, waiting: bool) -> bool:
         """Whether one that is not in our call can never come: it waits elsewhere for us, or went
@@ -150,8 +180,9 @@ class Watch:
         members = self._grid.group(other.group, other.rank)
         if waiting:
             return self._rank in members
-        turn = call.signature.step, call.signature.number
-        return members == call.members and (other.step, other.number) >= turn
+        mine = call.signature  # turns are counted by name, though several may have these members
+        turns = (other.step, other.number), (mine.step, mine.number)
+        return (other.group, members) == (mine.group, call.members) and turns[0] >= turns[1]
 
     def _severed(self, call: Call, text: str) -> Failure:
         """A connection broke: somebody who knows more says so, or a rank falls silent."""
