@@ -98,12 +98,17 @@ class Board:
 
     def time_out(self, meeting: Meeting, waiting: Signature, limit_s: float) -> None:
         """Somebody waited long enough. Nothing happens if all came in the meantime."""
-        if missing := meeting.missing:
-            last = [self.last_call(rank) for rank in missing]
+        if meeting.missing:
+            missing, told = signature.absent(meeting.missing, self._awaited_by)
+            last = [self.last_call(rank) for rank in told]
             self.fail(signature.timeout(str(waiting), limit_s, missing, last))
 
+    def _awaited_by(self, rank: int) -> tuple[int, ...] | None:
+        waits = [meeting for meeting in self.open.values() if rank in meeting.calls]
+        return waits[0].missing if waits else None
+
     def last_call(self, rank: int) -> str:
-        waiting = any(rank in meeting.calls for meeting in self.open.values())
+        waiting = self._awaited_by(rank) is not None
         return signature.last_seen(rank, self._last.get(rank), waiting)
 
 

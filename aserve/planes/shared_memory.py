@@ -34,6 +34,7 @@ class SharedMemory:
 
     def __init__(self, name: str, grid: Grid, rank: int, limit_s: float, half_bytes: int) -> None:
         self._first = rank // grid.tp * grid.tp  # ranks of the board count from 0
+        self._grid = grid
         self._rank = rank
         self._ranks = grid.tp
         self._limit_s = limit_s
@@ -68,11 +69,22 @@ class SharedMemory:
             both = sorted([(self._rank, str(call.signature)), (peers[0], theirs[0])])
             self.fail(signature.mismatch(*(text for _, text in both)))
         elif met == native.Met.timeout and peers:
-            last = [signature.last_seen(peer, *self.call_of(peer)) for peer in peers]
-            self.fail(signature.timeout(str(call.signature), self._limit_s, peers, last))
+            missing, told = signature.absent(peers, self._awaited_by)
+            last = [signature.last_seen(peer, *self.call_of(peer)) for peer in told]
+            self.fail(signature.timeout(str(call.signature), self._limit_s, missing, last))
         elif met == native.Met.timeout:
             self.fail(signature.broken(f"{call.signature}: a peer came and stopped there"))
         raise self._told().error()
+
+    def _awaited_by(self, rank: int) -> list[int] | None:
+        at, waiting = self.call_of(rank)
+        if at is None or not waiting:
+            return None
+        peers = [
+            peer for peer in self._grid.group(at.group, rank) if peer not in (rank, self._rank)
+        ]
+        calls = {peer: self.call_of(peer)[0] for peer in peers}
+        return [peer for peer, its in calls.items() if its is None or its.agreed() != at.agreed()]
 
     def _told(self) -> Failure:
         until_s = time.monotonic() + TELL_S

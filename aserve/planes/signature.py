@@ -151,6 +151,24 @@ def timeout(waiting: str, limit_s: float, missing: Sequence[int], last: Sequence
     return Failure("timeout", message, ranks=tuple(missing))
 
 
+def absent(
+    late: Sequence[int], awaited_by: Callable[[int], Sequence[int] | None]
+) -> tuple[list[int], list[int]]:
+    """Of those who are late, and whom these wait for, and so on: who waits for nobody; and all.
+
+    `awaited_by` says whom a rank waits for, None if it does not wait. In a circle nobody is absent:
+    then the late ones are.
+    """
+    told, found = list(late), []
+    for rank in told:
+        awaited = awaited_by(rank)
+        if awaited is None:
+            found.append(rank)
+        else:
+            told += [peer for peer in awaited if peer not in told]
+    return found or list(late), told
+
+
 def last_seen(rank: int, call: object, waiting: bool) -> str:
     """For people: what a rank called last, and whether it is still in there."""
     if call is None:

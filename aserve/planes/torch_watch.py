@@ -142,21 +142,16 @@ class Watch:
                 return signature.mismatch(*in_rank_order(one, two))
         if not late:
             return signature.broken(f"{mine}: all came, and yet: {text}")
-        absent, told = self._absent(late, seen)
+
+        def awaited_by(rank: int) -> list[int] | None:
+            at = seen[rank].call
+            if at is None or not seen[rank].waiting:
+                return None
+            return [peer for peer in self._peers(at) if not self._meets(at, seen[peer].call)]
+
+        absent, told = signature.absent(late, awaited_by)
         last = [_text(rank, seen[rank]) for rank in told]
         return signature.timeout(str(mine), self._limit_s, absent, last)
-
-    def _absent(self, late: list[int], seen: dict[int, Seen]) -> tuple[list[int], list[int]]:
-        """Who keeps the late ones waiting without waiting itself; and all on the way there."""
-        told, absent = list(late), []
-        for rank in told:
-            at = seen[rank].call if seen[rank].waiting else None
-            if at is None:
-                absent.append(rank)
-                continue
-            awaited = [peer for peer in self._peers(at) if not self._meets(at, seen[peer].call)]
-            told += [peer for peer in awaited if peer not in told]
-        return absent or late, told  # in a circle nobody is absent
 
     def _peers(self, call: Signature) -> list[int]:
         members = self._grid.group(call.group, call.rank)

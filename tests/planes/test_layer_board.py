@@ -31,6 +31,19 @@ def test_a_signature_survives_its_words(call: Signature) -> None:
     assert signature.from_words(call.agreed(), call.own()) == call
 
 
+def test_who_is_late_since_it_waits_for_another_is_not_the_one_that_is_missing() -> None:
+    """Of attn_tp 01 23, rows 02 13: rank 0 waits for 1, which waits for 3."""
+    waits = [(Signature(0, 0, 0, "all_reduce", "attn_tp", "float32", (1,)), (0, 1))]
+    waits += [(Signature(1, 0, 0, "all_reduce", "rows", "float32", (1,)), (1, 3))]
+    pure = Board()
+    meetings = [pure.post(Call(called, members, torch.ones(1))) for called, members in waits]
+    pure.time_out(meetings[0], waits[0][0], 1.0)
+    with pytest.raises(PlaneTimeout) as caught:
+        pure.check()
+    assert caught.value.missing == (3,)
+    assert f"{waits[1][0]} (waiting); rank 3 has made no call" in str(caught.value)
+
+
 def test_a_signature_reads_as_a_call() -> None:
     call = Signature(1, 7, 12, "all_gather", "rows", "float32", (4, 64), (4, 2))
     text = "rank 1 all_gather#12 of step 7 over rows float32 [4, 64] counts [4, 2]"

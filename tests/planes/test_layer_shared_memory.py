@@ -10,7 +10,7 @@ import torch
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.errors import ConfigError, PlaneError
+from aserve.errors import ConfigError, PlaneError, PlaneTimeout
 from aserve.planes import shared_memory
 from aserve.planes.layer import LayerEnd
 from aserve.planes.shared_memory import open_shared_memory_plane, remove_shared_memory
@@ -43,6 +43,26 @@ def test_the_name_is_gone_once_all_ranks_have_it(name: str) -> None:
 def both(plane: LayerEnd) -> None:
     plane.start(0)
     assert plane.group("tp").all_reduce(X).tolist() == [2.0] * 4
+
+
+def test_who_is_late_since_it_waits_for_another_is_not_the_one_that_is_missing(name: str) -> None:
+    """Of attn_tp 01 23, rows 02 13: rank 0 waits for 1, which waits for 3."""
+    grid = Grid(Layout(tp=4, cp=2))
+    planes = {rank: open_shared_memory_plane(name, grid, rank, limit_s=0.05) for rank in range(4)}
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            ranks.wait_until_waiting(planes[0])
+        if rank < 2:
+            planes[rank].start(0)
+            planes[rank].group(("attn_tp", "rows")[rank]).all_reduce(X)
+
+    with ranks.closing(planes):
+        raised = ranks.on_threads(grid, body)
+    for rank in (0, 1):
+        error = raised[rank]
+        assert isinstance(error, PlaneTimeout)
+        assert error.missing == (3,)
 
 
 def test_a_name_that_not_all_opened_goes_with_its_rank_or_its_leader(name: str) -> None:
