@@ -74,6 +74,15 @@ def test_a_name_that_not_all_opened_goes_with_its_rank_or_its_leader(name: str) 
     assert files(name) == []
 
 
+def test_where_nothing_can_be_made_nothing_need_be_removed(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kept it from being made is the error to tell, not one more of the same."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "file")
+    remove_shared_memory(name, PAIR)
+
+
 def test_a_rank_opens_a_name_once_and_all_with_the_same_sizes(name: str) -> None:
     plane = open_shared_memory_plane(name, PAIR, 0, limit_s=5)
     with pytest.raises(PlaneError, match="has this rank already"):
