@@ -20,6 +20,8 @@ def check_layout(spec: ModelSpec, layout: Layout) -> list[str]:
         grid.stage(spec.layers, 0)
     except ConfigError as error:
         found += error.findings
+    if grid.tp > spec.vocab:
+        found.append(f"{spec.vocab} tokens cannot be split over layout.tp = {grid.tp} ranks")
     found += _heads(spec, grid)
     found += _mlps(spec, grid)
     return found
@@ -62,6 +64,8 @@ def _without_experts(grid: Grid) -> Iterator[str]:
     for axis in ("ep", "moe_dp"):
         if (size := getattr(grid, axis)) > 1:
             yield f"layout.{axis} = {size}, but this model has no experts; what would do: 1"
+    if grid.layout.experts != "gathered":
+        yield f"layout.experts = {grid.layout.experts}, but this model has none; leave it out"
 
 
 def _columns(what: str, inner: int, name: str, size: int, numerics: str) -> Iterator[str]:

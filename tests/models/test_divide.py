@@ -59,6 +59,8 @@ def test_what_fits_is_not_refused(dense: ModelSpec, layout: Layout) -> None:
         (Layout(tp=3, dp=2), "layout.tp = 3 cannot be split by layout.dp"),
         (Layout(tp=3, ep=3), "layout.ep = 3, but this model has no experts; what would do: 1"),
         (Layout(tp=3, moe_dp=3), "layout.moe_dp = 3, but this model has no experts"),
+        (Layout(tp=3, experts="all_to_all"), "all_to_all, but this model has none; leave it out"),
+        (Layout(tp=1200, dp=1200), "cannot be split over layout.tp = 1200 ranks"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_would(
