@@ -11,6 +11,7 @@ from aserve.api.call import Call
 from aserve.api.chunks import Envelope, fingerprint_of
 from aserve.api.prompts import Prompts
 from aserve.core.config import Config
+from aserve.core.layout import Grid
 from aserve.errors import RequestError
 
 Phase = Literal["loading", "serving", "draining"]
@@ -53,7 +54,10 @@ class Service:
         if self.phase == "draining":
             return "draining", "the server is shutting down"
         if self._engine is None:
-            return "loading", "the model is still loading"
+            world = Grid(self.config.layout).world
+            if world == 1:
+                return "loading", "the model is still loading"
+            return "loading", f"not all {world} ranks have loaded and joined yet"
         return self._engine.state, self._engine.last_break or "the ranks are being ended"
 
     @property

@@ -20,7 +20,7 @@ from aserve.api.protocol import Generate, Message
 from aserve.api.server import is_loopback
 from aserve.api.service import Service
 from aserve.api.web import bind, url_of
-from aserve.core.config import Config
+from aserve.core.config import Config, Layout
 from aserve.core.message import TokenLogprob
 from aserve.core.request import StructuredOutput, Usage
 from aserve.errors import ConfigError, RequestError
@@ -308,3 +308,10 @@ def test_service_without_an_engine_says_so() -> None:
     service.close()
     with pytest.raises(RequestError, match="shutting down"):
         service.check_open()
+
+
+def test_a_server_of_several_ranks_says_that_it_waits_for_all_of_them() -> None:
+    """Its own share of the model may long be there."""
+    assert Service(Config()).unready() == ("loading", "the model is still loading")
+    service = Service(Config(layout=Layout(pp=2, tp=3)))
+    assert service.unready() == ("loading", "not all 6 ranks have loaded and joined yet")
