@@ -49,6 +49,8 @@ class RankProcesses:
         terms = Terms(self._grid.world, in_flight_max(config), new_secret(), run)
         try:
             with open_socket_folder() as folder:
+                if self._progress is not None:  # each brings torch before it has a word to say
+                    self._progress(0, 0, f"starting {terms.world} processes")
                 address = Unix(os.path.join(folder, "request"))
                 summonses = [self._summons(rank, address, terms) for rank in self._ranks]
                 async with (
