@@ -298,19 +298,24 @@ async def open_engine(
     config = settled(model, config, overrides)
     async with (
         open_placement(config, progress) as placement,
-        run_engine(config, placement) as engine,
+        run_engine(config, placement, progress) as engine,
     ):
         yield engine
 
 
 @asynccontextmanager
-async def run_engine(config: Config, placement: Placement) -> AsyncIterator[Engine]:
+async def run_engine(
+    config: Config, placement: Placement, progress: Progress | None = None
+) -> AsyncIterator[Engine]:
     """The engine over ranks that live in `placement`."""
     async with ServiceNursery() as nursery:
         supervisor = Supervisor(config, placement)
         await nursery.start(supervisor.run)
         engine = Engine(config, placement.known, supervisor)
         try:
+            if progress is not None and supervisor.leader.planner.profiling:
+                progress(0, 0, "measuring how long chunks of a prompt take")
+            await supervisor.leader.wait_profiled()
             yield engine
         finally:
             engine.close()

@@ -15,7 +15,7 @@ from aserve.actors.metrics import Meters
 from aserve.core.message import StepPlan, StepReport
 from aserve.core.planner import Planner
 from aserve.core.request import FinishReason, Output, Request
-from aserve.errors import RequestError
+from aserve.errors import AserveError, RequestError
 from aserve.planes.request import LeaderEnd
 
 
@@ -110,6 +110,16 @@ class Leader:
     async def wait_progress(self) -> None:
         """Return when a step was reported or a choice ended since the call."""
         await self._progress.wait()
+
+    async def wait_profiled(self) -> None:
+        """Return when requests would be computed: not behind the planner's start-up profile.
+
+        Raises AserveError if the ranks fail for good meanwhile.
+        """
+        while self.planner.profiling:
+            if self.failure is not None:
+                raise AserveError(self.failure)
+            await self.wait_progress()
 
     def _announce(self) -> None:
         self._progress.set()

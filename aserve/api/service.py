@@ -57,7 +57,7 @@ class Service:
             world = Grid(self.config.layout).world
             if world == 1:
                 return "loading", "the model is still loading"
-            return "loading", f"not all {world} ranks have loaded and joined yet"
+            return "loading", f"not all {world} ranks have loaded, joined and been measured yet"
         return self._engine.state, self._engine.last_break or "the ranks are being ended"
 
     @property

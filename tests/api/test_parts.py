@@ -314,4 +314,5 @@ def test_a_server_of_several_ranks_says_that_it_waits_for_all_of_them() -> None:
     """Its own share of the model may long be there."""
     assert Service(Config()).unready() == ("loading", "the model is still loading")
     service = Service(Config(layout=Layout(pp=2, tp=3)))
-    assert service.unready() == ("loading", "not all 6 ranks have loaded and joined yet")
+    reason = "not all 6 ranks have loaded, joined and been measured yet"
+    assert service.unready() == ("loading", reason)

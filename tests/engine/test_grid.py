@@ -10,6 +10,7 @@ from aserve.actors.completion import Completion, collect
 from aserve.actors.engine import Engine
 from aserve.actors.supervision import State
 from aserve.core.request import SamplingParams, StructuredOutput
+from aserve.errors import AserveError
 from aserve.runner.runner import Runner, Work
 
 from .conftest import OpenEngine, wait_answered
@@ -116,6 +117,30 @@ async def test_dynamic_chunks_say_the_same(open_tiny: OpenEngine) -> None:
             with trio.fail_after(30):
                 texts.append([one.text for one in await finish_all(engine)])
     assert texts[0] == texts[1]
+
+
+async def test_an_engine_opens_when_its_chunks_are_measured(open_tiny: OpenEngine) -> None:
+    """A server that called itself ready before would keep its first clients waiting for seconds."""
+    told: list[str] = []
+    settings: Any = {"layout__pp": 2, "schedule__dynamic_chunks": True}
+    settings["progress"] = lambda done, total, what: told.append(what)
+    async with open_tiny(**SETTINGS, **settings) as engine:
+        assert not engine._leader.planner.profiling
+        assert engine.statistics().planner.steps >= 30
+    assert told[-1] == "measuring how long chunks of a prompt take"
+
+
+async def test_ranks_that_fail_while_they_are_measured_are_told_to_whoever_opens(
+    open_tiny: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise ArithmeticError("told to fail")
+
+    monkeypatch.setattr(Runner, "forward", fail)
+    settings = {"layout__pp": 2, "schedule__dynamic_chunks": True, "ranks__restarts_max": 1}
+    with pytest.raises(AserveError, match=r"the ranks broke 2 times .* told to fail"):
+        async with open_tiny(**SETTINGS, **settings):
+            pytest.fail("it opened")
 
 
 @pytest.mark.slow
