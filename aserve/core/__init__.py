@@ -58,8 +58,8 @@ be, and to the tokens that may still be drawn. Pages beyond the text stay for th
 that admission counts one tree a sequence.
 
 Many ranks. Every rank reports every step, in order; a step is over when all have (`merge`), and
-what the leader of a group drew counts from its own report. Planner and `Replica` are two
-implementations of the same bookkeeping. Each folds what it did in a step into a running digest;
+only then does what the leaders of its groups drew go out: a rank that was out of step may have had
+a part in it. Planner and `Replica` are two implementations of the same bookkeeping. Each folds what it did in a step into a running digest;
 unequal digests are a `Desync`, naming rank and step, as is a report that cannot be. Results are
 checked against the rows that were planned before anything moves.
 

@@ -1,7 +1,7 @@
 """Many ranks' reports of one step become one event: who reported what, and whether it may be."""
 
 from aserve.core.layout import Grid
-from aserve.core.message import StepPlan, StepReport
+from aserve.core.message import Result, Rows, StepPlan, StepReport
 from aserve.core.sequence import Sequence
 from aserve.core.status import RankProgress, StepInFlight
 from aserve.errors import Desync
@@ -10,7 +10,7 @@ from aserve.errors import Desync
 class Flight:
     """A plan in flight: what it moved, and the ranks whose reports are missing."""
 
-    __slots__ = ("digest", "load", "micros", "missing", "plan", "sequences")
+    __slots__ = ("digest", "load", "micros", "missing", "plan", "sequences", "settling")
 
     def __init__(
         self,
@@ -25,6 +25,8 @@ class Flight:
         self.load = load  # what it asks of the first stage, for the chunk sizer
         self.missing: dict[int, None] = {}  # ranks, in order
         self.micros = 0  # of the slowest rank of the first stage
+        # By group, what its leader reported, until all ranks have.
+        self.settling: list[list[tuple[Sequence, Rows, Result]]] = [[] for _ in sequences]
 
 
 class Flights:

@@ -241,38 +241,37 @@ class Planner:
             self.sizer.served(flight.load, flight.micros)
 
     def report(self, report: StepReport) -> tuple[Output, ...]:
-        """What one rank says of a step: outputs of every sequence of which it has something to say.
+        """What one rank says of a step; with its last rank's report, the outputs of the step.
 
-        A microbatch goes on, and pages of who left come back, when all ranks have reported. Raises
-        Desync if the rank's digest or a result cannot follow from the plan.
+        Nothing goes out before every rank agreed on the digest: a client cannot be told a token
+        that a rank which was out of step helped to draw. Raises Desync if the rank's digest or a
+        result cannot follow from the plan.
         """
         flight = self._flights.flight_of(report)
         group = self._flights.group_of(report.rank)
-        settling: list[tuple[Sequence, Rows, Result]] = []
         if group is not None:
             rows = flight.plan.batches[group].rows
             settling = list(zip(flight.sequences[group], rows, report.results, strict=True))
-        for sequence, row, result in settling:
-            wrong = objection(sequence, row, result, self._draft_max)
-            if wrong is not None:
-                raise Desync(report.rank, report.step, wrong)
-        over = self._flights.count(flight, report)
-        if over:
-            self._busy[flight.plan.microbatch] = False
-            self._measure(flight)
-            for scheduled in flight.sequences:
-                for sequence in scheduled:
-                    sequence.in_flight -= 1
+            for sequence, row, result in settling:
+                wrong = objection(sequence, row, result, self._draft_max)
+                if wrong is not None:
+                    raise Desync(report.rank, report.step, wrong)
+            flight.settling[group] = settling
+        if not self._flights.count(flight, report):
+            return ()
+        self._busy[flight.plan.microbatch] = False
+        self._measure(flight)
         outputs: list[Output] = []
-        for sequence, row, result in settling:
-            if sequence.phase == Phase.FINISHED:
-                land(sequence, row, result)
-                continue
-            output = self._settle(sequence, row, result)
-            if output is not None:
-                outputs.append(output)
-        if over:
-            self._land(flight)
+        for settling in flight.settling:
+            for sequence, row, result in settling:
+                sequence.in_flight -= 1
+                if sequence.phase == Phase.FINISHED:
+                    land(sequence, row, result)
+                    continue
+                output = self._settle(sequence, row, result)
+                if output is not None:
+                    outputs.append(output)
+        self._land(flight)
         return tuple(outputs)
 
     def _land(self, flight: Flight) -> None:

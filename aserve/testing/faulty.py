@@ -63,7 +63,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "step over with its first report",
         planner.merged_early,
-        (Law.WRITES, Law.BOUNDS),
+        (Law.DIGEST, Law.WRITES, Law.BOUNDS),
         "swarm",
         {"dp": 2, **CALM},
     ),

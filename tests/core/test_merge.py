@@ -29,33 +29,46 @@ def test_only_leaders_of_the_last_stage_carry_results() -> None:
     assert [report.results[0].seq for report in deployment.reports if report.results] == [0, 1]
 
 
-def test_outputs_come_with_the_leaders_report_and_the_step_ends_with_the_last() -> None:
+def test_nothing_goes_out_before_the_last_rank_agreed() -> None:
     deployment = grid()
     reports = {report.rank: report for report in deployment.reports}
     deployment.reports.clear()
     planner = deployment.planner
-    assert [output.seq for output in planner.report(reports[6])] == [1]
-    assert [output.seq for output in planner.report(reports[4])] == [0]
-    for rank in (0, 1, 2, 3, 5):
-        assert planner.plan() is None  # its one microbatch with work is still in flight
+    for rank in (6, 4, 0, 1, 2, 3, 5):  # the leaders first: group 1's, then group 0's
         assert planner.report(reports[rank]) == ()
+        assert planner.plan() is None  # its one microbatch with work is still in flight
     assert planner.state().in_flight == (StepInFlight(0, 0, (7,)),)
-    planner.report(reports[7])
+    assert [output.seq for output in planner.report(reports[7])] == [0, 1]
     assert planner.state().in_flight == ()
     assert planner.plan() is not None
 
 
-def test_who_finished_keeps_its_pages_until_the_last_rank_reported() -> None:
+def test_a_rank_out_of_step_keeps_what_was_drawn_with_it_from_the_clients() -> None:
+    deployment = grid()
+    planner, reports = deployment.planner, list(deployment.reports)
+    deployment.reports.clear()
+    outputs = [output for report in reports[:7] for output in planner.report(report)]
+    spoilt = msgspec.structs.replace(reports[7], digest=reports[7].digest ^ 1)
+    with pytest.raises(Desync, match="rank 7 at step 0"):
+        planner.report(spoilt)
+    assert outputs == []
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_who_is_over_keeps_its_pages_until_the_last_rank_reported(aborted: bool) -> None:
     deployment = Deployment(layout=LAYOUT, page_size=4, pages_total=20, prefix_cache=False)
     deployment.ask(0, [1, 2, 3], max_tokens=1)
     deployment.plan_one()
     reports = sorted(deployment.reports, key=lambda report: -report.rank)
     for report in reports[:-1]:
         deployment.planner.report(report)
+    if aborted:
+        deployment.planner.finish(0, "abort")
     statistics = deployment.planner.statistics()
-    assert (statistics.running, statistics.kv_pages_used) == (0, 1)
+    assert (statistics.running, statistics.kv_pages_used) == (0 if aborted else 1, 1)
     deployment.planner.report(reports[-1])
-    assert deployment.planner.statistics().kv_pages_used == 0
+    statistics = deployment.planner.statistics()
+    assert (statistics.running, statistics.kv_pages_used) == (0, 0)
 
 
 def changed(index: int, **changes: object) -> Callable[[Deployment], StepReport]:
