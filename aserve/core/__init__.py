@@ -59,9 +59,10 @@ that admission counts one tree a sequence.
 
 Many ranks. Every rank reports every step, in order; a step is over when all have (`merge`), and
 only then does what the leaders of its groups drew go out: a rank that was out of step may have had
-a part in it. Planner and `Replica` are two implementations of the same bookkeeping. Each folds what it did in a step into a running digest;
-unequal digests are a `Desync`, naming rank and step, as is a report that cannot be. Results are
-checked against the rows that were planned before anything moves.
+a part in it. Planner and `Replica` are two implementations of the same bookkeeping. Each folds what
+it did in a step into a running digest; unequal digests are a `Desync`, naming rank and step, as is
+a report that cannot be. Results are checked against the rows that were planned before anything
+moves.
 
 New ranks. When ranks die, all are replaced, and `reset` takes the planner back to what clients have
 been told: known tokens. All who ran wait again; the noise makes the rest of their text the same.
