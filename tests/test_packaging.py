@@ -13,6 +13,10 @@ from tests import tree
 PROJECT = tomllib.loads((tree.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+# Packages that are imported by another name than they are installed by.
+INSTALLED_AS = {"yaml": "pyyaml"}
+
+
 def names(requirements: Iterable[str]) -> set[str]:
     found = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
     return {match[0].lower().replace("-", "_") for match in found if match}
@@ -24,7 +28,8 @@ def imported(*folders: str) -> set[str]:
         for _, module in tree.python_files(*folders)
         for item in tree.imports(module)
     }
-    return {top.lower() for top in tops} - sys.stdlib_module_names - {"aserve", "bench", "tests"}
+    tops = {INSTALLED_AS.get(top, top).lower() for top in tops}
+    return tops - sys.stdlib_module_names - {"aserve", "bench", "tests"}
 
 
 def test_every_package_imported_is_declared() -> None:
