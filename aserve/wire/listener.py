@@ -1,11 +1,14 @@
 """Listening: strangers are greeted in the background, only expected ranks come through."""
 
 import errno
+import fcntl
+import glob
 import logging
 import os
 import socket
 import stat
 import tempfile
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -28,6 +31,8 @@ REFUSALS_KEPT = 16
 # Too many open files, or no memory for one more connection: it passes.
 OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 PAUSE_S = 0.1
+FOLDER_PREFIX = "aserve-sockets-"
+FOLDER_YOUNG_S = 60.0
 
 
 class Listener:
@@ -146,9 +151,39 @@ async def open_listener(
 
 @contextmanager
 def open_socket_folder() -> Iterator[str]:
-    """A folder with a short name that only this user may enter, gone with the block."""
-    with tempfile.TemporaryDirectory(prefix="aserve-", ignore_cleanup_errors=True) as path:
-        yield path
+    """A folder with a short name that only this user may enter, gone with the block.
+
+    What a process left that was killed goes with the next one of this user: a folder in use is
+    locked by its process.
+    """
+    _sweep(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as path:
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):  # a file system without locks: nobody sweeps there either
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield path
+        finally:
+            os.close(held)
+
+
+def _sweep(parent: str) -> None:
+    """Remove abandoned folders. Only sockets are unlinked: with anything else in it one stays."""
+    for folder in glob.glob(os.path.join(glob.escape(parent), f"{FOLDER_PREFIX}*")):
+        with suppress(OSError):  # somebody else's, or gone by now
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(held)
+                is_young = time.time() - found.st_mtime < FOLDER_YOUNG_S  # perhaps not yet locked
+                if found.st_uid != os.getuid() or is_young:
+                    continue
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in os.listdir(held):
+                    if stat.S_ISSOCK(os.stat(name, dir_fd=held, follow_symlinks=False).st_mode):
+                        os.unlink(name, dir_fd=held)
+                os.rmdir(folder)
+            finally:
+                os.close(held)
 
 
 async def _tcp(address: Tcp) -> list[trio.SocketListener]:
