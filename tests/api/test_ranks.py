@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -110,18 +111,21 @@ def test_the_doctor_names_who_hangs(
     with running(config_of(tiny_model_path, **sections)) as server, server.client() as client:
         engine: Any = server.server.service.engine
         pid = engine._supervisor._placement.children[1].pid
-        with client.stream("POST", COMPLETE, json={**ASK, "stream": True}) as stream:
-            next(stream.iter_lines())
+        with ThreadPoolExecutor(1) as pool:
+            # Stopped first: a quick machine would be through with all tokens before the signal.
             os.kill(pid, signal.SIGSTOP)
             try:
+                answer = pool.submit(client.post, COMPLETE, json=ASK)
+                deadline = time.monotonic() + LIMIT_S
+                while not metric(client, "aserve_requests_running"):
+                    assert time.monotonic() < deadline
                 assert cli.main(["doctor", server.url]) == 1
             finally:
                 os.kill(pid, signal.SIGCONT)
-            out = capsys.readouterr().out
-            assert "did not answer: rank 1\n" in out
-            assert "missing: rank 1\n" in out
-            lines = out.splitlines()
-            assert any(
-                line.startswith("1     pp 1") and "does not answer" in line for line in lines
-            )
+            assert answer.result().status_code == 200
+        out = capsys.readouterr().out
+        assert "did not answer: rank 1\n" in out
+        assert "missing: rank 1\n" in out
+        lines = out.splitlines()
+        assert any(line.startswith("1     pp 1") and "does not answer" in line for line in lines)
         assert client.get("/ready").status_code == 200
