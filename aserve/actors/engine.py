@@ -15,7 +15,6 @@ import trio
 from aserve.actors.choice import Choice
 from aserve.actors.debug import DebugState, debug_state
 from aserve.actors.generation import Generation, Stream
-from aserve.actors.launch import ServiceNursery
 from aserve.actors.loading import Progress
 from aserve.actors.metrics import EngineStatistics
 from aserve.actors.placement import Known, Placement
@@ -41,6 +40,7 @@ from aserve.core.settings import merge
 from aserve.errors import ConfigError, RequestError
 from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer
+from aserve.wire.nursery import ServiceNursery
 
 GRAMMARS_MAX = 256
 STATES_S = 1.0

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from types import TracebackType
 
 import trio
 
@@ -64,26 +63,3 @@ def _leaves(error: Exception) -> Iterator[Exception]:
             yield from _leaves(inner)
     else:
         yield error
-
-
-class ServiceNursery:
-    """A nursery for tasks that serve a block of the user's and end with it.
-
-    What the block raises leaves as it is, in no exception group: these tasks are no peers of it.
-    """
-
-    def __init__(self) -> None:
-        self._manager = trio.open_nursery()
-
-    async def __aenter__(self) -> trio.Nursery:
-        self._nursery = await self._manager.__aenter__()
-        return self._nursery
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._nursery.cancel_scope.cancel()
-        await self._manager.__aexit__(None, None, None)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import msgspec
 
-from aserve.core.codec import decode_plan, decode_report, encode_plan, encode_report
+from aserve.core.codec import decode_plan, decode_report, encode
 from aserve.core.config import Schedule
 from aserve.core.message import Result, Sampling, StepReport
 from aserve.core.planner import CacheSpec, Planner
@@ -76,7 +76,7 @@ class Loop:
         if plan is None:
             return 0
         at.append(clock())
-        data = encode_plan(plan)
+        data = encode(plan)
         received = decode_plan(data)
         at.append(clock())
         views = self.replica.apply(received).views
@@ -84,7 +84,7 @@ class Loop:
         results = drawn(views)  # the model's part: not counted
         at.append(clock())
         report = StepReport(received.step, 0, self.replica.digest, results, (), (), 0)
-        arrived = decode_report(encode_report(report))
+        arrived = decode_report(encode(report))
         at.append(clock())
         outputs = self.planner.report(arrived)
         at.append(clock())

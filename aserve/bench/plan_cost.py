@@ -7,7 +7,7 @@ from collections import deque
 import msgspec
 
 from aserve.bench.plan import PAGE_SIZE, PROMPT_LEN, drawn
-from aserve.core.codec import decode_plan, decode_report, encode_plan, encode_report
+from aserve.core.codec import decode_plan, decode_report, encode
 from aserve.core.config import Layout, Schedule
 from aserve.core.layout import Grid
 from aserve.core.message import StepPlan, StepReport
@@ -50,7 +50,7 @@ class Loop:
             plan = self.planner.plan()
             if plan is None:
                 break
-            data = encode_plan(plan)
+            data = encode(plan)
             planned = clock()
             views = self.replica.apply(decode_plan(data)).views
             applied = clock()
@@ -60,7 +60,7 @@ class Loop:
             return False
         plan, views, digest = self.in_flight.popleft()
         at = len(self.found) - len(self.in_flight) - 1
-        told = [encode_report(report) for report in self._reports(plan, views, digest)]
+        told = [encode(report) for report in self._reports(plan, views, digest)]
         begin = clock()
         for data in told:
             self.planner.report(decode_report(data))

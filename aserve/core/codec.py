@@ -17,76 +17,17 @@ Down: TypeAlias = StepPlan | AskState | Setup | End
 Up: TypeAlias = StepReport | RankState | Ready | Bye
 
 
-class _PlanDown(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    message: StepPlan
-
-
-class _AskStateDown(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    message: AskState
-
-
-class _SetupDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    message: Setup
-
-
-class _EndDown(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    message: End
-
-
-class _ReportUp(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    message: StepReport
-
-
-class _StateUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    message: RankState
-
-
-class _ReadyUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    message: Ready
-
-
-class _ByeUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    message: Bye
-
-
-# The tag that a message travels with; one direction's tags mean nothing in the other.
-_DOWN: dict[type, Callable[..., msgspec.Struct]] = {
-    StepPlan: _PlanDown,
-    AskState: _AskStateDown,
-    Setup: _SetupDown,
-    End: _EndDown,
-}
-_UP: dict[type, Callable[..., msgspec.Struct]] = {
-    StepReport: _ReportUp,
-    RankState: _StateUp,
-    Ready: _ReadyUp,
-    Bye: _ByeUp,
-}
-
-_Down: TypeAlias = _PlanDown | _AskStateDown | _SetupDown | _EndDown
-_Up: TypeAlias = _ReportUp | _StateUp | _ReadyUp | _ByeUp
-
 _encoder = msgspec.msgpack.Encoder()
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _report_decoder = msgspec.msgpack.Decoder(StepReport)
-_down_decoder: msgspec.msgpack.Decoder[_Down] = msgspec.msgpack.Decoder(_Down)
-_up_decoder: msgspec.msgpack.Decoder[_Up] = msgspec.msgpack.Decoder(_Up)
+_down_decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+_up_decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    return _bounded(_encoder.encode(plan))
-
-
-def encode_report(report: StepReport) -> bytes:
-    return _bounded(_encoder.encode(report))
-
-
-def encode_down(message: Down) -> bytes:
-    return _bounded(_encoder.encode(_DOWN[type(message)](message)))
-
-
-def encode_up(message: Up) -> bytes:
-    return _bounded(_encoder.encode(_UP[type(message)](message)))
+def encode(message: Down | Up) -> bytes:
+    data = _encoder.encode(message)
+    assert len(data) <= MESSAGE_BYTES_MAX, len(data)
+    return data
 
 
 def decode_plan(data: bytes, peer: str = "leader") -> StepPlan:
@@ -101,17 +42,12 @@ def decode_report(data: bytes, peer: str = "rank") -> StepReport:
 
 def decode_down(data: bytes, peer: str = "leader") -> Down:
     """Raises PeerError if `data` is too long or nothing that a leader says."""
-    return _decode(_down_decoder.decode, data, peer).message
+    return _decode(_down_decoder.decode, data, peer)
 
 
 def decode_up(data: bytes, peer: str = "rank") -> Up:
     """Raises PeerError if `data` is too long or nothing that a rank says."""
-    return _decode(_up_decoder.decode, data, peer).message
-
-
-def _bounded(data: bytes) -> bytes:
-    assert len(data) <= MESSAGE_BYTES_MAX, len(data)
-    return data
+    return _decode(_up_decoder.decode, data, peer)
 
 
 def _decode(decode: Callable[[bytes], Message], data: bytes, peer: str) -> Message:

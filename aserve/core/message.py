@@ -11,7 +11,10 @@ NONE_LEFT = "no token is left to draw: the grammar, bad_words and logit_bias rul
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True):
-    """A message part; fields go over the wire by position."""
+    """A message part; fields go over the wire by position.
+
+    What is a message by itself has a tag, which tells it from the others of its direction.
+    """
 
 
 class Grammar(Struct, frozen=True):
@@ -120,7 +123,7 @@ class Batch(Struct, frozen=True):
     rows: tuple[Rows, ...]
 
 
-class StepPlan(Struct, frozen=True):
+class StepPlan(Struct, frozen=True, tag=0):
     """One step, decided once. A rank applies commits, drops, moves, admits, rows, in that order."""
 
     step: int
@@ -163,7 +166,7 @@ class Result(Struct, frozen=True):
     draft_parents: tuple[int, ...] = ()
 
 
-class StepReport(Struct, frozen=True):
+class StepReport(Struct, frozen=True, tag=0):
     """What a step was on one rank; every rank reports every step, in order.
 
     Only the leader of an attention-DP group carries `results`: those of its group's batch.
@@ -181,7 +184,7 @@ class StepReport(Struct, frozen=True):
     waited_micros: int = 0
 
 
-class RankState(Struct, frozen=True):
+class RankState(Struct, frozen=True, tag=1):
     """What a rank is at, told to whoever asks, also in the middle of a step.
 
     `step` is the last plan it took up, `digest` that of its last report; `doing` is a sentence,
@@ -197,7 +200,7 @@ class RankState(Struct, frozen=True):
     waited_micros: int = 0
 
 
-class Ready(Struct, frozen=True):
+class Ready(Struct, frozen=True, tag=2):
     """A rank has loaded: what only it knows and all must agree on, or what bounds the others.
 
     `pages` is how many it could hold; `config_digest` of what must be equal on every rank;
@@ -212,7 +215,7 @@ class Ready(Struct, frozen=True):
     addresses: tuple[tuple[str, str], ...] = ()
 
 
-class Setup(Struct, frozen=True):
+class Setup(Struct, frozen=True, tag=2):
     """What a rank must know before the first plan; may come in parts, what is not known yet left 0.
 
     `config` is JSON of the leader's; `pages_total` is the minimum over ranks; `addresses` are
@@ -224,15 +227,15 @@ class Setup(Struct, frozen=True):
     addresses: tuple[tuple[str, int, str], ...] = ()
 
 
-class AskState(Struct, frozen=True):
+class AskState(Struct, frozen=True, tag=1):
     """The leader asks for a RankState."""
 
 
-class End(Struct, frozen=True):
+class End(Struct, frozen=True, tag=3):
     """The leader's last word: there are no more plans."""
 
 
-class Bye(Struct, frozen=True):
+class Bye(Struct, frozen=True, tag=3):
     """A rank's last word: `error` is what it died of, empty where it left since it was told to."""
 
     error: str = ""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import trio
 
-from aserve.core.codec import Down, Up, decode_down, decode_up, encode_down, encode_up
+from aserve.core.codec import Down, Up, decode_down, decode_up, encode
 from aserve.core.message import End
 from aserve.errors import PeerError
 from aserve.planes.request import CONTROLS_MAX, LEAVE_S, FollowerEnd, LeaderEnd, last_words
@@ -89,13 +89,13 @@ class _MemoryPlane:
 
     def _send_down(self, message: Down, ranks: Collection[int]) -> None:
         if self._encoded and ranks:
-            message = decode_down(encode_down(message))
+            message = decode_down(encode(message))
         for rank in ranks:
             self._lines[_down(rank)](message)
 
     def _send_up(self, rank: int, message: Up) -> None:
         if self._encoded:
-            message = decode_up(encode_up(message), f"rank {rank}")
+            message = decode_up(encode(message), f"rank {rank}")
         self._lines[_up(rank)](message)
 
     async def end(self, limit_s: float) -> None:

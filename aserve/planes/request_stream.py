@@ -9,13 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import trio
 
-from aserve.core.codec import (
-    Down,
-    decode_down,
-    decode_up,
-    encode_down,
-    encode_up,
-)
+from aserve.core.codec import Down, decode_down, decode_up, encode
 from aserve.errors import PeerError
 from aserve.planes.request import CONTROLS_MAX, LEAVE_S, FollowerEnd, LeaderEnd
 from aserve.planes.terms import Terms
@@ -89,7 +83,7 @@ class _StreamLeader:
 
     def _send(self, message: Down, ranks: Collection[int]) -> None:
         if ranks:
-            data = encode_down(message)
+            data = encode(message)
             for rank in ranks:
                 self._outboxes[rank].put(data)
 
@@ -125,7 +119,7 @@ async def open_follower(
     """
     connection = await connect(address, terms.identity(ROLE, rank), limit_s=limit_s)
     outbox = _Outbox(terms.in_flight_max + CONTROLS_MAX, lasting=True)
-    follower = FollowerEnd(rank, terms.in_flight_max, lambda up: outbox.put(encode_up(up)))
+    follower = FollowerEnd(rank, terms.in_flight_max, lambda up: outbox.put(encode(up)))
     async with connection.frames as frames, ServiceNursery() as nursery:
         nursery.start_soon(outbox.write, frames)
         nursery.start_soon(_read, frames, follower)

@@ -23,7 +23,7 @@ from aserve.actors.placement import Known, Ranks
 from aserve.actors.rank import Watch, run_rank, state_of
 from aserve.actors.supervision import State
 from aserve.actors.supervisor import CURABLE, Supervisor
-from aserve.core.codec import encode_plan, encode_report
+from aserve.core.codec import encode
 from aserve.core.config import Cache, Config
 from aserve.core.config import Ranks as RanksConfig
 from aserve.core.layout import Grid
@@ -213,11 +213,11 @@ class World:
         )
 
     def _planned(self, plan: StepPlan) -> None:
-        self._hash.update(encode_plan(plan) + repr(trio.current_time()).encode())
+        self._hash.update(encode(plan) + repr(trio.current_time()).encode())
         self.n_in_flight_max = max(self.n_in_flight_max, 1 + len(self.laws.log.in_flight))
 
     def _reported(self, report: StepReport) -> None:
-        self._hash.update(encode_report(report) + repr(trio.current_time()).encode())
+        self._hash.update(encode(report) + repr(trio.current_time()).encode())
         self._accepted += sum(max(0, len(result.tokens) - 1) for result in report.results)
 
     def _stalled(self, leader: Leader) -> str:

@@ -6,7 +6,10 @@ import trio
 
 
 class ServiceNursery:
-    """`async with ServiceNursery() as nursery`; an error of a task ends the block, in a group."""
+    """`async with ServiceNursery() as nursery`; an error of a task ends the block, in a group.
+
+    What the block raises leaves in no group: these tasks are no peers of it.
+    """
 
     def __init__(self) -> None:
         self._manager = trio.open_nursery()

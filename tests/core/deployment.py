@@ -12,7 +12,7 @@ from random import Random
 from zlib import crc32
 
 from aserve.core import pages
-from aserve.core.codec import decode_plan, decode_report, encode_plan, encode_report
+from aserve.core.codec import decode_plan, decode_report, encode
 from aserve.core.config import Layout, Schedule
 from aserve.core.layout import Grid
 from aserve.core.message import (
@@ -168,7 +168,7 @@ class Deployment:
         self._check_budget(plan)
         self.plans.append(plan)
         self.all_plans.append(plan)
-        applied = self.replica.apply(decode_plan(encode_plan(self.fault(plan))))
+        applied = self.replica.apply(decode_plan(encode(self.fault(plan))))
         for move in applied.moves:
             kv = self.kv[move.group]
             for slot_from, slot_to in zip(move.slots_from, move.slots_to, strict=True):
@@ -184,7 +184,7 @@ class Deployment:
             own = tuple(results[leads[rank]]) if rank in leads else ()
             micros = self.micros(plan) if rank < self.grid.tp else 10**9
             report = StepReport(plan.step, rank, self.replica.digest, own, (), (), micros)
-            self.reports.append(decode_report(encode_report(report)))
+            self.reports.append(decode_report(encode(report)))
         steps_in_flight = dict.fromkeys(report.step for report in self.reports)
         assert len(steps_in_flight) <= self.in_flight_max
         return plan

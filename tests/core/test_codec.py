@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aserve.core import codec
-from aserve.core.codec import decode_plan, decode_report, encode_plan, encode_report
+from aserve.core.codec import decode_plan, decode_report, encode
 from aserve.core.message import (
     Admit,
     Batch,
@@ -70,13 +70,13 @@ reports = st.builds(
 @settings(max_examples=15)
 @given(plan=plans)
 def test_a_plan_comes_back_as_it_was(plan: StepPlan) -> None:
-    assert decode_plan(encode_plan(plan)) == plan
+    assert decode_plan(encode(plan)) == plan
 
 
 @settings(max_examples=15)
 @given(report=reports)
 def test_a_report_comes_back_as_it_was(report: StepReport) -> None:
-    assert decode_report(encode_report(report)) == report
+    assert decode_report(encode(report)) == report
 
 
 EMPTY_PLAN = StepPlan(0, 0, (), (), (), (), (Batch(()),), ())
@@ -91,7 +91,7 @@ def test_garbage_is_a_peer_error_that_names_the_peer(data: bytes) -> None:
 
 
 def test_nesting_deeper_than_any_decoder_follows_is_a_peer_error() -> None:
-    data = bytearray(encode_report(StepReport(0, 0, 0, (), (), (), 0)))
+    data = bytearray(encode(StepReport(0, 0, 0, (), (), (), 0)))
     data[0] += 1
     with pytest.raises(PeerError, match="malformed"):
         decode_report(bytes(data) + b"\x91" * 5000, "rank 3")
@@ -101,21 +101,21 @@ def test_nesting_deeper_than_any_decoder_follows_is_a_peer_error() -> None:
 @given(plan=plans, cut=st.integers(1, 40))
 def test_a_cut_message_is_a_peer_error(plan: StepPlan, cut: int) -> None:
     with pytest.raises(PeerError):
-        decode_plan(encode_plan(plan)[:-cut])
+        decode_plan(encode(plan)[:-cut])
 
 
 def test_too_long_a_message_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode_plan(EMPTY_PLAN)
+    data = encode(EMPTY_PLAN)
     monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", len(data))
     assert decode_plan(data) == EMPTY_PLAN
     monkeypatch.setattr(codec, "MESSAGE_BYTES_MAX", len(data) - 1)
     with pytest.raises(PeerError, match=f"sent {len(data)} bytes"):
         decode_plan(data)
     with pytest.raises(AssertionError):
-        encode_plan(EMPTY_PLAN)
+        encode(EMPTY_PLAN)
 
 
 def test_an_unchanged_decode_row_costs_few_bytes() -> None:
     rows = Rows(70, 300, (1234,), (), True, ())
     plan = msgspec.structs.replace(EMPTY_PLAN, batches=(Batch((rows,) * 64),))
-    assert len(encode_plan(plan)) / 64 < 16
+    assert len(encode(plan)) / 64 < 16

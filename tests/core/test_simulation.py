@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aserve.core.codec import decode_plan, encode_plan
+from aserve.core.codec import decode_plan, encode
 from aserve.core.config import Layout
 from aserve.core.message import Sampling, StepPlan
 from aserve.core.replica import Replica
@@ -99,7 +99,7 @@ def check_log(deployment: Deployment) -> None:
     """The log alone brings a new replica to where the old one is."""
     replica = Replica(deployment.page_size)
     for plan in deployment.plans:
-        replica.apply(decode_plan(encode_plan(plan)))
+        replica.apply(decode_plan(encode(plan)))
     assert replica.digest == deployment.replica.digest
 
 

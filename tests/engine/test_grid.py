@@ -7,46 +7,14 @@ import pytest
 import trio
 
 from aserve.actors.completion import Completion, collect
-from aserve.actors.engine import Engine
 from aserve.actors.supervision import State
-from aserve.core.request import SamplingParams, StructuredOutput
 from aserve.errors import AserveError
 from aserve.runner.runner import Runner, Work
 
+from .answers import REQUESTS, check_same, finish_all
 from .conftest import OpenEngine, wait_answered
 
-TEXT = "Once upon a time the dog said that it would not mind, and the fox jumped over it. " * 4
-
-
-def asked(**more: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 16, "logprobs": 2, "ignore_eos": True} | more)
-
-
-REQUESTS: tuple[tuple[str, SamplingParams], ...] = (
-    (TEXT[:20], asked(temperature=0)),
-    (TEXT[:150], asked(temperature=0, prompt_logprobs=1)),
-    (TEXT[:150], asked(seed=1, top_p=0.9)),
-    (TEXT[:300], asked(seed=2, temperature=0.7, top_k=40, repetition_penalty=1.2)),
-    (TEXT[:60], asked(seed=6, structured_outputs=StructuredOutput(regex="[a-z ]{40}"))),
-    ("A", asked(seed=7, n=2)),
-)
 SETTINGS = {"schedule__step_tokens": 48, "cache__page_size": 8}
-
-
-async def finish_all(engine: Engine) -> list[Completion]:
-    generations = [(engine.generate(prompt, params), params) for prompt, params in REQUESTS]
-    return [await collect(one, one.prompt_token_ids, params) for one, params in generations]
-
-
-def check_same(found: list[Completion], alone: list[Completion]) -> None:
-    """To the last bit: numerics are exact unless told otherwise."""
-    for one, other in zip(found, alone, strict=True):
-        for choice, twin in zip(one.choices, other.choices, strict=True):
-            assert choice.error is None
-            assert choice.token_ids == twin.token_ids
-            assert choice.text == twin.text
-            assert choice.logprobs == twin.logprobs
-            assert choice.prompt_logprobs == twin.prompt_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -5,27 +5,18 @@ import pytest
 from aserve.actors.supervision import TRANSITIONS, Blame, Event, State, step
 
 
-def test_the_table_is_this_one() -> None:
-    assert TRANSITIONS == {
-        State.STARTING: {
-            Event.STARTED: State.SERVING,
-            Event.GAVE_UP: State.FAILED,
-            Event.CLOSE: State.CLOSED,
-        },
-        State.SERVING: {
-            Event.BROKE: State.RESTARTING,
-            Event.GAVE_UP: State.FAILED,
-            Event.CLOSE: State.CLOSED,
-        },
-        State.RESTARTING: {
-            Event.STARTED: State.SERVING,
-            Event.BROKE: State.RESTARTING,
-            Event.GAVE_UP: State.FAILED,
-            Event.CLOSE: State.CLOSED,
-        },
-        State.FAILED: {Event.CLOSE: State.CLOSED},
-        State.CLOSED: {},
-    }
+def test_a_first_start_that_fails_is_not_tried_again_and_failing_is_for_good() -> None:
+    with pytest.raises(AssertionError):
+        step(State.STARTING, Event.BROKE)
+    assert step(State.STARTING, Event.GAVE_UP) is State.FAILED
+    assert list(TRANSITIONS[State.FAILED]) == [Event.CLOSE]
+
+
+def test_ranks_that_break_again_and_again_serve_again_or_are_given_up() -> None:
+    state = step(step(State.STARTING, Event.STARTED), Event.BROKE)
+    state = step(step(state, Event.BROKE), Event.BROKE)
+    assert step(state, Event.STARTED) is State.SERVING
+    assert step(state, Event.GAVE_UP) is State.FAILED
 
 
 @pytest.mark.parametrize("state", State)

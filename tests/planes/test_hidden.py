@@ -1,6 +1,5 @@
 """Who is beside whom in the hidden plane, what a header says, and planes that do not come about."""
 
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -22,19 +21,12 @@ from aserve.wire.address import Tcp, Unix
 from aserve.wire.connection import connect
 from aserve.wire.hello import Refusal
 from aserve.wire.link import Hop
-from aserve.wire.listener import open_socket_folder
 
 GRID = Grid(Layout(pp=3, tp=2))
 TERMS = Terms(GRID.world, 2, b"known to all of us")
 X = {"hidden": torch.ones(3, 4)}
 SHAPES = shapes_of(X)
 LIMIT_S = 10.0
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    with open_socket_folder() as path:
-        yield path
 
 
 def test_a_rank_sits_between_its_likes() -> None:

@@ -1,6 +1,5 @@
 """The hidden plane passes the conformance suite over all its transports."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -17,7 +16,6 @@ from aserve.testing.channels import (
 from aserve.testing.meetings import MEETINGS
 from aserve.testing.pairs import memory_hidden, stream_hidden, torch_hidden
 from aserve.wire.link import Hop
-from aserve.wire.listener import open_socket_folder
 
 LONG = (check_slow_reader_holds_the_sender_up, check_sender_leaves)
 ALL_CHECKS = pytest.mark.parametrize(
@@ -28,12 +26,6 @@ ALL_CHECKS = pytest.mark.parametrize(
     ],
     ids=lambda check: check.__name__,
 )
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    with open_socket_folder() as path:
-        yield path
 
 
 async def slow(hop: Hop) -> None:

@@ -5,7 +5,7 @@ What lives in the other process is `aserve.testing.far_end`.
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,17 +22,10 @@ from aserve.planes.request_stream import open_follower, open_leader
 from aserve.testing.far_end import HIDDEN_TERMS, TERMS
 from aserve.testing.pairs import GRID, bundle_of, file_store, shapes_of_size
 from aserve.wire.address import Address, Unix, parse_address
-from aserve.wire.listener import open_socket_folder
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S, NOTICED_S = 30.0, 1.0
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    with open_socket_folder() as path:
-        yield path
 
 
 @pytest.fixture(params=["unix", "tcp"])

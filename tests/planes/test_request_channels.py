@@ -1,6 +1,5 @@
 """The request plane passes the conformance suite in both directions over all its transports."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -10,16 +9,9 @@ import trio.testing
 from aserve.testing.channels import CHECKS, DEADLINE_S, Check
 from aserve.testing.pairs import DownPair, UpPair, memory_request, stream_request
 from aserve.wire.link import Hop
-from aserve.wire.listener import open_socket_folder
 
 DIRECTIONS = pytest.mark.parametrize("kind", [DownPair, UpPair])
 ALL_CHECKS = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    with open_socket_folder() as path:
-        yield path
 
 
 async def slow(hop: Hop) -> None:
