@@ -20,7 +20,7 @@ from aserve.actors.loading import Progress, load, load_known
 from aserve.actors.muster import muster
 from aserve.actors.placement import Known, Placement, Ranks, in_flight_max
 from aserve.actors.processes import silent_s
-from aserve.actors.rendezvous import LOOPBACK, Seat, seat
+from aserve.actors.rendezvous import LOOPBACK, Berth, berth
 from aserve.actors.wiring import FAREWELL, Meeting, segment_name
 from aserve.core.config import Config
 from aserve.core.layout import Grid
@@ -38,9 +38,9 @@ PAUSE_S = 0.2  # before a follower comes back
 LEAVE_S = 2.0  # for followers to leave at the end
 
 
-def seat_of(config: Config, environment: Mapping[str, str] = os.environ) -> Seat:
-    """This process's seat. Raises ConfigError if the launcher's world is not the layout's."""
-    found = seat(environment)
+def berth_of(config: Config, environment: Mapping[str, str] = os.environ) -> Berth:
+    """This process's berth. Raises ConfigError if the launcher's world is not the layout's."""
+    found = berth(environment)
     world = Grid(config.layout).world
     if found.world != world:
         raise ConfigError(
@@ -52,10 +52,10 @@ def seat_of(config: Config, environment: Mapping[str, str] = os.environ) -> Seat
 
 def follows(config: Config, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process only follows: then `follow` is all it does."""
-    return config.ranks.live == "cluster" and seat_of(config, environment).rank > 0
+    return config.ranks.live == "cluster" and berth_of(config, environment).rank > 0
 
 
-def _terms(config: Config, place: Seat) -> Terms:
+def _terms(config: Config, place: Berth) -> Terms:
     return Terms(place.world, in_flight_max(config), place.secret)
 
 
@@ -70,7 +70,7 @@ def own_address(host: str, port: int) -> str:
 class RankCluster:
     """A placement, in the process of rank 0: it waits for the others and obeys like them."""
 
-    def __init__(self, config: Config, place: Seat, known: Known, follower: Follower) -> None:
+    def __init__(self, config: Config, place: Berth, known: Known, follower: Follower) -> None:
         self.known = known
         self._config = config
         self._place = place
@@ -112,7 +112,7 @@ async def _dismiss(end: LeaderEnd) -> None:
 class _Joining:
     """A rank's way to its leader, once for each start of the grid."""
 
-    def __init__(self, follower: Follower, config: Config, place: Seat, terms: Terms) -> None:
+    def __init__(self, follower: Follower, config: Config, place: Berth, terms: Terms) -> None:
         self.joined = False
         self._follower = follower
         self._config = config
@@ -145,7 +145,7 @@ def _home(host: str) -> str:
 @asynccontextmanager
 async def open_cluster(config: Config, progress: Progress | None) -> AsyncIterator[Placement]:
     """In the process of rank 0."""
-    place = seat_of(config)
+    place = berth_of(config)
     if place.rank:
         raise ConfigError(
             f"this is rank {place.rank} of {place.world}, and only rank 0 of a cluster has an "
@@ -156,7 +156,7 @@ async def open_cluster(config: Config, progress: Progress | None) -> AsyncIterat
         yield RankCluster(config, place, known, _follower(place, compute, progress))
 
 
-def _follower(place: Seat, compute: ComputeThread, progress: Progress | None) -> Follower:
+def _follower(place: Berth, compute: ComputeThread, progress: Progress | None) -> Follower:
     return Follower(place.rank, (place.local_rank, place.n_local), compute, progress)
 
 
@@ -171,7 +171,7 @@ async def follow(
     has said that it is over. Raises PeerError if the leader is not reached within `ranks.start_s`
     or refuses us, ConfigError for what the operator has to mend.
     """
-    place = seat_of(config)
+    place = berth_of(config)
     async with open_compute_thread(f"aserve-rank-{place.rank}") as compute:
         follower = _follower(place, compute, progress)
         follower.on_serving = on_serving

@@ -18,7 +18,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Environment = Mapping[str, str]
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Berth(msgspec.Struct, frozen=True):
     """One process's place in a cluster, and among the `n_local` processes of its host."""
 
     launcher: str
@@ -39,7 +39,7 @@ class Launcher(msgspec.Struct, frozen=True):
     read: Callable[[Environment], tuple[int, int, int, int, str, int]]
 
 
-def seat(environment: Environment) -> Seat:
+def berth(environment: Environment) -> Berth:
     """Where this process sits. Raises ConfigError: no launcher, or one that set half of it."""
     for launcher in LAUNCHERS:
         if not any(mark in environment for mark in launcher.marks):
@@ -50,7 +50,7 @@ def seat(environment: Environment) -> Seat:
                 f"{launcher.name} says this is rank {rank} of {world}; ranks count from 0"
             )
         secret = _secret(environment, host)
-        return Seat(launcher.name, rank, world, local_rank, n_local, host, port, secret)
+        return Berth(launcher.name, rank, world, local_rank, n_local, host, port, secret)
     known = "; ".join(
         f"{launcher.name} sets {' or '.join(launcher.marks)}" for launcher in LAUNCHERS
     )

@@ -19,7 +19,7 @@ from aserve.core.layout import Grid
 from aserve.core.message import Ready, Setup
 from aserve.errors import ConfigError
 from aserve.planes.hidden import HiddenEnd, OnlyStage
-from aserve.planes.hidden_bundle import Seat
+from aserve.planes.hidden_bundle import Neighbours
 from aserve.planes.hidden_stream import open_hidden_listener, open_stream_hidden
 from aserve.planes.hidden_torch import open_torch_hidden
 from aserve.planes.layer import LayerEnd
@@ -102,12 +102,12 @@ class Meeting:
     @asynccontextmanager
     async def opened(self, config: Config, rank: int) -> AsyncIterator[tuple[tuple[str, str], ...]]:
         """For one start of the grid; what to tell the leader."""
-        seat = Seat.of(Grid(config.layout), rank)
+        beside = Neighbours.of(Grid(config.layout), rank)
         told = [(HOST, this_host())]
         async with AsyncExitStack() as stack:
-            if self.folder is not None and seat.previous is not None:
+            if self.folder is not None and beside.previous is not None:
                 address = Unix(os.path.join(self.folder, f"hidden-{rank}"))
-                opening = open_hidden_listener(address, self.terms, seat)
+                opening = open_hidden_listener(address, self.terms, beside)
                 self.listener = await stack.enter_async_context(opening)
                 told.append((HIDDEN, str(self.listener.address)))
             if rank == 0:
@@ -159,11 +159,11 @@ async def open_planes(
         if grid.pp == 1:
             yield layer, OnlyStage()
             return
-        seat = Seat.of(grid, rank)
+        beside = Neighbours.of(grid, rank)
         if meeting.folder is None:
             network = await meeting.network(setup, limit_s)
             meeting_next = open_torch_hidden(
-                seat,
+                beside,
                 network.store,
                 in_flight_max=meeting.terms.in_flight_max,
                 limit_s=limit_s,
@@ -171,9 +171,9 @@ async def open_planes(
             )
             yield layer, await stack.enter_async_context(meeting_next)
             return
-        following = None if seat.next is None else address_of(setup, HIDDEN, seat.next)
+        following = None if beside.next is None else address_of(setup, HIDDEN, beside.next)
         connecting = open_stream_hidden(
-            seat,
+            beside,
             meeting.terms,
             listener=meeting.listener,
             following=None if following is None else parse_address(following),

@@ -14,7 +14,7 @@ import trio
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.planes.hidden_bundle import Seat, shapes_of
+from aserve.planes.hidden_bundle import Neighbours, shapes_of
 from aserve.planes.hidden_stream import open_hidden_listener, open_stream_hidden
 from aserve.planes.terms import Terms
 from aserve.wire.address import Address, Tcp, Unix, parse_address
@@ -80,12 +80,12 @@ def _copied(n_bytes: int, count: int) -> Row:
 
 
 async def _receive(address: Address) -> list[Row]:
-    seat, terms, rows = Seat.of(GRID, 1), Terms(GRID.world, 2, SECRET), []
+    beside, terms, rows = Neighbours.of(GRID, 1), Terms(GRID.world, 2, SECRET), []
     steps = itertools.count()
-    async with open_hidden_listener(address, terms, seat) as listener:
+    async with open_hidden_listener(address, terms, beside) as listener:
         print(listener.address, flush=True)
         async with open_stream_hidden(
-            seat, terms, listener=listener, following=None, limit_s=LIMIT_S
+            beside, terms, listener=listener, following=None, limit_s=LIMIT_S
         ) as end:
             for n_bytes, count in SIZES.items():
                 shapes = shapes_of({"hidden": torch.ones(n_bytes // 4)})
@@ -99,9 +99,9 @@ async def _receive(address: Address) -> list[Row]:
 
 
 async def _send(address: Address) -> None:
-    seat, terms, steps = Seat.of(GRID, 0), Terms(GRID.world, 2, SECRET), itertools.count()
+    beside, terms, steps = Neighbours.of(GRID, 0), Terms(GRID.world, 2, SECRET), itertools.count()
     async with open_stream_hidden(
-        seat, terms, listener=None, following=address, limit_s=LIMIT_S
+        beside, terms, listener=None, following=address, limit_s=LIMIT_S
     ) as end:
         for n_bytes, count in SIZES.items():
             bundle = {"hidden": torch.ones(n_bytes // 4)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from aserve.core.layout import Grid
 from aserve.errors import PeerError
 from aserve.planes.hidden_bundle import (
-    Seat,
+    Neighbours,
     Shapes,
     Waits,
     allocated,
@@ -111,11 +111,11 @@ class MemoryEnd:
     the ranks beside it then get RankDied instead of waiting out the limit."""
 
     def __init__(
-        self, seat: Seat, previous: _Pipe | None, following: _Pipe | None, limit_s: float
+        self, beside: Neighbours, previous: _Pipe | None, following: _Pipe | None, limit_s: float
     ) -> None:
         self.has_previous = previous is not None
         self.has_next = following is not None
-        self._seat = seat
+        self._beside = beside
         self._previous = previous
         self._next = following
         self._waits = Waits(limit_s)
@@ -127,16 +127,16 @@ class MemoryEnd:
             await trio.lowlevel.checkpoint()
             return allocated(shapes)
         try:
-            late = partial(self._seat.late_sender, step, self._waits.limit_s)
+            late = partial(self._beside.late_sender, step, self._waits.limit_s)
             sent_step, bundle = await self._waits.wait(self._previous.taken.receive, late)
         except trio.EndOfChannel:
-            self._waits.fail(died(self._seat.previous, self._previous.left))
+            self._waits.fail(died(self._beside.previous, self._previous.left))
             self._waits.check()
             raise
         sent = shapes_of(bundle)
         if sent_step != step or described(sent) != described(shapes):
             came = f"step {sent_step} ({described(sent)})"
-            self._waits.fail(partial(self._seat.mismatch, step, shapes, came))
+            self._waits.fail(partial(self._beside.mismatch, step, shapes, came))
             self._waits.check()
         return dict(bundle)
 
@@ -147,10 +147,10 @@ class MemoryEnd:
             await trio.lowlevel.checkpoint()
             return
         try:
-            late = partial(self._seat.late_receiver, step, self._waits.limit_s)
+            late = partial(self._beside.late_receiver, step, self._waits.limit_s)
             await self._waits.wait(partial(self._next.sender.send, (step, bundle)), late)
         except trio.BrokenResourceError:
-            self._waits.fail(died(self._seat.next, self._next.left))
+            self._waits.fail(died(self._beside.next, self._next.left))
             self._waits.check()
             raise
 
@@ -193,7 +193,9 @@ async def open_hidden_plane(
             if link is not None:
                 pipes[rank].insert(link, Hop("hidden", rank - grid.tp, rank), nursery)
         ends = tuple(
-            MemoryEnd(Seat.of(grid, rank), pipes.get(rank), pipes.get(rank + grid.tp), limit_s)
+            MemoryEnd(
+                Neighbours.of(grid, rank), pipes.get(rank), pipes.get(rank + grid.tp), limit_s
+            )
             for rank in range(grid.world)
         )
         try:

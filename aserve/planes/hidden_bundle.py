@@ -74,7 +74,7 @@ HEADER = struct.Struct("<8sqqq")
 MAGIC = b"aserveH1"
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Neighbours(msgspec.Struct, frozen=True):
     """A rank and its like in the stages before and after."""
 
     rank: int
@@ -82,7 +82,7 @@ class Seat(msgspec.Struct, frozen=True):
     next: int | None
 
     @classmethod
-    def of(cls, grid: Grid, rank: int) -> "Seat":
+    def of(cls, grid: Grid, rank: int) -> "Neighbours":
         assert 0 <= rank < grid.world, (rank, grid.world)
         before, after = rank - grid.tp, rank + grid.tp
         return cls(rank, before if before >= 0 else None, after if after < grid.world else None)

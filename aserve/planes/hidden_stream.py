@@ -17,7 +17,7 @@ from aserve.errors import PeerError, PlaneTimeout
 from aserve.planes.hidden_bundle import (
     HEADER,
     Header,
-    Seat,
+    Neighbours,
     Shapes,
     Waits,
     allocated,
@@ -44,11 +44,11 @@ class StreamEnd:
     """A HiddenEnd over connections; made by `open_stream_hidden`."""
 
     def __init__(
-        self, seat: Seat, previous: Frames | None, following: Frames | None, waits: Waits
+        self, beside: Neighbours, previous: Frames | None, following: Frames | None, waits: Waits
     ) -> None:
         self.has_previous = previous is not None
         self.has_next = following is not None
-        self._seat = seat
+        self._beside = beside
         self._previous = previous
         self._waits = waits
         self._incoming: _Incoming | None = None
@@ -64,9 +64,11 @@ class StreamEnd:
             self._incoming = _Incoming(self._previous)
         read = partial(self._read, self._incoming, step, shapes)
         try:
-            await self._waits.wait(read, partial(self._seat.late_sender, step, self._waits.limit_s))
+            await self._waits.wait(
+                read, partial(self._beside.late_sender, step, self._waits.limit_s)
+            )
         except PeerError as error:
-            self._waits.fail(died(self._seat.previous, error.reason))
+            self._waits.fail(died(self._beside.previous, error.reason))
         self._waits.check()
         tensors, self._incoming = self._incoming.tensors, None
         return tensors
@@ -78,7 +80,7 @@ class StreamEnd:
         elif header is None:
             raise PeerError(self._previous.peer if self._previous else "", "sent garbage")
         else:
-            self._waits.fail(partial(self._seat.mismatch, step, shapes, header.beside(expected)))
+            self._waits.fail(partial(self._beside.mismatch, step, shapes, header.beside(expected)))
 
     async def send(self, step: int, bundle: Mapping[str, Tensor]) -> None:
         assert self._outbox is not None, "a last stage sends nothing"
@@ -89,7 +91,7 @@ class StreamEnd:
             return
         parts = [memoryview(Header.of(step, shapes).pack())]
         parts += [memory_of(bundle[name]) for name in sorted(bundle)]
-        late = partial(self._seat.late_receiver, step, self._waits.limit_s)
+        late = partial(self._beside.late_receiver, step, self._waits.limit_s)
         await self._waits.wait(partial(self._outbox.send, parts), late)
 
     async def write(
@@ -106,7 +108,7 @@ class StreamEnd:
                 for part in parts:
                     await frames.send_raw(part)
         except PeerError as error:
-            self._waits.fail(died(self._seat.next, error.reason))
+            self._waits.fail(died(self._beside.next, error.reason))
         finally:
             done.set()
 
@@ -155,18 +157,18 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 @asynccontextmanager
 async def open_hidden_listener(
-    address: Address, terms: Terms, seat: Seat
+    address: Address, terms: Terms, beside: Neighbours
 ) -> AsyncIterator[Listener]:
     """Where the rank of the stage before reaches this one; `.address` is what to tell it."""
-    assert seat.previous is not None, "a first stage is reached by nobody"
-    identity = terms.identity(ROLE, seat.rank)
-    async with open_listener(address, identity, (seat.previous,)) as listener:
+    assert beside.previous is not None, "a first stage is reached by nobody"
+    identity = terms.identity(ROLE, beside.rank)
+    async with open_listener(address, identity, (beside.previous,)) as listener:
         yield listener
 
 
 @asynccontextmanager
 async def open_stream_hidden(
-    seat: Seat,
+    beside: Neighbours,
     terms: Terms,
     *,
     listener: Listener | None,
@@ -178,17 +180,17 @@ async def open_stream_hidden(
     Raises PlaneTimeout naming the rank that did not come within `limit_s`, Refusal where two ends
     do not belong together. A block that ends in peace lets out what was sent.
     """
-    assert (listener is None) == (seat.previous is None), seat
-    assert (following is None) == (seat.next is None), seat
+    assert (listener is None) == (beside.previous is None), beside
+    assert (following is None) == (beside.next is None), beside
     async with AsyncExitStack() as stack:
         onward = back = None
-        if following is not None and seat.next is not None:
-            onward = await _connect_next(seat, terms, following, limit_s)
+        if following is not None and beside.next is not None:
+            onward = await _connect_next(beside, terms, following, limit_s)
             await stack.enter_async_context(onward)
         if listener is not None:
-            back = await _accept_previous(seat, listener, limit_s)
+            back = await _accept_previous(beside, listener, limit_s)
             await stack.enter_async_context(back)
-        end = StreamEnd(seat, back, onward, Waits(limit_s))
+        end = StreamEnd(beside, back, onward, Waits(limit_s))
         nursery = await stack.enter_async_context(ServiceNursery())
         if onward is None:
             yield end
@@ -216,22 +218,24 @@ def _widen(frames: Frames, limit_s: float) -> Frames:
     return frames
 
 
-async def _connect_next(seat: Seat, terms: Terms, address: Address, limit_s: float) -> Frames:
-    assert seat.next is not None
+async def _connect_next(
+    beside: Neighbours, terms: Terms, address: Address, limit_s: float
+) -> Frames:
+    assert beside.next is not None
     try:
-        connection = await connect(address, terms.identity(ROLE, seat.rank), limit_s=limit_s)
+        connection = await connect(address, terms.identity(ROLE, beside.rank), limit_s=limit_s)
     except Refusal:
         raise
     except PeerError as error:
-        raise PlaneTimeout((seat.next,), f"rank {seat.next} at {error}") from error
+        raise PlaneTimeout((beside.next,), f"rank {beside.next} at {error}") from error
     return _widen(connection.frames, limit_s)
 
 
-async def _accept_previous(seat: Seat, listener: Listener, limit_s: float) -> Frames:
-    assert seat.previous is not None
+async def _accept_previous(beside: Neighbours, listener: Listener, limit_s: float) -> Frames:
+    assert beside.previous is not None
     with trio.move_on_after(limit_s):
         return _widen((await listener.accept()).frames, limit_s)
     raise PlaneTimeout(
-        (seat.previous,),
-        f"rank {seat.previous} did not connect to rank {seat.rank} within {limit_s:g} s",
+        (beside.previous,),
+        f"rank {beside.previous} did not connect to rank {beside.rank} within {limit_s:g} s",
     )

@@ -24,7 +24,7 @@ from aserve.errors import PlaneError, PlaneTimeout
 from aserve.planes.hidden_bundle import (
     HEADER,
     Header,
-    Seat,
+    Neighbours,
     Shapes,
     Waits,
     allocated,
@@ -46,7 +46,7 @@ class TorchEnd:
 
     def __init__(
         self,
-        seat: Seat,
+        beside: Neighbours,
         previous: Group | None,
         following: Group | None,
         waits: Waits,
@@ -54,12 +54,12 @@ class TorchEnd:
     ) -> None:
         self.has_previous = previous is not None
         self.has_next = following is not None
-        self._seat = seat
+        self._beside = beside
         self._previous = previous
         self._next = following
         self._waits = waits
-        self._reader = _Thread(f"aserve-hidden-in-{seat.rank}") if previous else None
-        self._writer = _Thread(f"aserve-hidden-out-{seat.rank}") if following else None
+        self._reader = _Thread(f"aserve-hidden-in-{beside.rank}") if previous else None
+        self._writer = _Thread(f"aserve-hidden-out-{beside.rank}") if following else None
         self._fetch: _Fetch | None = None
         self._in_flight_max = in_flight_max
         self._room = trio.Semaphore(in_flight_max, max_value=in_flight_max)
@@ -76,21 +76,21 @@ class TorchEnd:
             job = partial(_receive, self._previous, self._fetch)
             self._reader.submit(job, partial(self._fetched, self._fetch))
         fetch = self._fetch
-        late = partial(self._seat.late_sender, step, self._waits.limit_s)
+        late = partial(self._beside.late_sender, step, self._waits.limit_s)
         await self._waits.wait(fetch.done.wait, late)
         self._waits.check()
         self._fetch = None
         if fetch.step != step or described(fetch.shapes) != described(shapes):
             came = f"step {fetch.step} ({described(fetch.shapes)})"
-            self._waits.fail(partial(self._seat.mismatch, step, shapes, came))
+            self._waits.fail(partial(self._beside.mismatch, step, shapes, came))
             self._waits.check()
         return fetch.tensors
 
     def _fetched(self, fetch: "_Fetch", error: str | None) -> None:
         if error is not None:
-            self._waits.fail(died(self._seat.previous, error))
+            self._waits.fail(died(self._beside.previous, error))
         elif fetch.came is not None:
-            self._waits.fail(partial(self._seat.mismatch, fetch.step, fetch.shapes, fetch.came))
+            self._waits.fail(partial(self._beside.mismatch, fetch.step, fetch.shapes, fetch.came))
         fetch.done.set()
 
     async def send(self, step: int, bundle: Mapping[str, Tensor]) -> None:
@@ -101,7 +101,7 @@ class TorchEnd:
         if n_bytes(shapes) == 0:
             await trio.lowlevel.checkpoint()
             return
-        late = partial(self._seat.late_receiver, step, self._waits.limit_s)
+        late = partial(self._beside.late_receiver, step, self._waits.limit_s)
         await self._waits.wait(self._room.acquire, late)
         parts = [_tensor_of(Header.of(step, shapes))]
         parts += [bundle[name].detach().contiguous() for name in sorted(bundle)]
@@ -109,7 +109,7 @@ class TorchEnd:
 
     def _sent(self, error: str | None) -> None:
         if error is not None:
-            self._waits.fail(died(self._seat.next, error))
+            self._waits.fail(died(self._beside.next, error))
         self._room.release()
 
     async def wait_sent(self) -> None:
@@ -202,7 +202,7 @@ def _tensor_of(header: Header) -> Tensor:
 
 @asynccontextmanager
 async def open_torch_hidden(
-    seat: Seat, store: Store, *, in_flight_max: int, limit_s: float, host: str | None = None
+    beside: Neighbours, store: Store, *, in_flight_max: int, limit_s: float, host: str | None = None
 ) -> AsyncIterator[TorchEnd]:
     """This rank's end. `store` is one that all ranks share, used by no other start of the grid;
     `host` is the address to be reached at, None for what torch.distributed finds itself.
@@ -211,15 +211,15 @@ async def open_torch_hidden(
     peace lets out what was sent.
     """
     groups: dict[int, Group] = {}
-    for first, second in ((seat.previous, seat.rank), (seat.rank, seat.next)):
+    for first, second in ((beside.previous, beside.rank), (beside.rank, beside.next)):
         if first is None or second is None:
             continue
-        role, peer = (SENDER, second) if first == seat.rank else (RECEIVER, first)
+        role, peer = (SENDER, second) if first == beside.rank else (RECEIVER, first)
         pair = PrefixStore(f"hidden/{first}-{second}", store)
         groups[peer] = await _meet(partial(_open_group, pair, role, limit_s, host), peer, limit_s)
-    previous = None if seat.previous is None else groups[seat.previous]
-    following = None if seat.next is None else groups[seat.next]
-    end = TorchEnd(seat, previous, following, Waits(limit_s), in_flight_max)
+    previous = None if beside.previous is None else groups[beside.previous]
+    following = None if beside.next is None else groups[beside.next]
+    end = TorchEnd(beside, previous, following, Waits(limit_s), in_flight_max)
     groups.clear()
     del previous, following
     try:

@@ -40,12 +40,12 @@ async def lead(address: str) -> None:
 
 
 async def send_hidden(address: str) -> None:
-    from aserve.planes.hidden_bundle import Seat
+    from aserve.planes.hidden_bundle import Neighbours
     from aserve.planes.hidden_stream import open_stream_hidden
     from aserve.testing.pairs import GRID, bundle_of
 
     async with open_stream_hidden(
-        Seat.of(GRID, 0),
+        Neighbours.of(GRID, 0),
         HIDDEN_TERMS,
         listener=None,
         following=parse_address(address),
@@ -57,12 +57,12 @@ async def send_hidden(address: str) -> None:
 
 
 async def send_hidden_torch(folder: str) -> None:
-    from aserve.planes.hidden_bundle import Seat
+    from aserve.planes.hidden_bundle import Neighbours
     from aserve.planes.hidden_torch import open_torch_hidden
     from aserve.testing.pairs import GRID, bundle_of, file_store
 
     async with open_torch_hidden(
-        Seat.of(GRID, 0),
+        Neighbours.of(GRID, 0),
         file_store(folder),
         in_flight_max=2,
         limit_s=LIMIT_S,

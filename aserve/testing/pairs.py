@@ -15,7 +15,7 @@ from aserve.core.layout import Grid
 from aserve.core.message import Admit, Batch, Grammar, Result, Sampling, StepPlan, StepReport
 from aserve.errors import PeerError, RankDied
 from aserve.planes.hidden import HiddenEnd, open_hidden_plane
-from aserve.planes.hidden_bundle import Seat, Shapes
+from aserve.planes.hidden_bundle import Neighbours, Shapes
 from aserve.planes.hidden_stream import open_hidden_listener, open_stream_hidden
 from aserve.planes.hidden_torch import open_torch_hidden
 from aserve.planes.request import FollowerEnd, LeaderEnd
@@ -244,7 +244,7 @@ async def memory_hidden(
 @asynccontextmanager
 async def stream_hidden(address: str, *, limit_s: float = LIMIT_S) -> AsyncIterator[HiddenPair]:
     terms = Terms(2, IN_FLIGHT_MAX, SECRET)
-    first, second = Seat.of(GRID, 0), Seat.of(GRID, 1)
+    first, second = Neighbours.of(GRID, 0), Neighbours.of(GRID, 1)
     async with AsyncExitStack() as stack:
         listener = await stack.enter_async_context(
             open_hidden_listener(parse_address(address), terms, second)
@@ -265,7 +265,7 @@ async def torch_hidden(*, limit_s: float = LIMIT_S) -> AsyncIterator[HiddenPair]
     store = dist.HashStore()
     sending, receiving = (
         open_torch_hidden(
-            Seat.of(GRID, rank),
+            Neighbours.of(GRID, rank),
             store,
             in_flight_max=IN_FLIGHT_MAX,
             limit_s=limit_s,

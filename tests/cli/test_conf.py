@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aserve.actors.rendezvous import seat
+from aserve.actors.rendezvous import berth
 from aserve.cli.flags import CommandParser, add_model_flags, config_of, read_toml
 from aserve.core.config import Config
 from aserve.core.layout import Grid
@@ -70,7 +70,7 @@ def test_the_pods_of_the_manifest_are_the_world_of_its_configuration(
     [container] = pods["template"]["spec"]["containers"]
     variables = {one["name"]: one.get("value", "x" * 32) for one in container["env"]}
     for ordinal in range(pods["replicas"]):
-        found = seat({**variables, "HOSTNAME": f"aserve-{ordinal}"})
+        found = berth({**variables, "HOSTNAME": f"aserve-{ordinal}"})
         assert (found.rank, found.world) == (ordinal, Grid(config.layout).world)
         assert found.host == "aserve-0.aserve-ranks"
         assert manifest["Service/aserve-ranks"]["spec"]["ports"][0]["port"] == found.port

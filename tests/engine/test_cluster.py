@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import httpx
 import pytest
 
-from aserve.actors.cluster import follows, seat_of
+from aserve.actors.cluster import berth_of, follows
 from aserve.actors.engine import open_engine
 from aserve.actors.following import check_same, shared
 from aserve.core.config import Cache, Config, Layout, Model, Ranks, Server
@@ -42,7 +42,7 @@ def test_only_ranks_other_than_0_follow() -> None:
 
 def test_a_world_that_is_not_the_layouts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"torchrun runs 3 processes, the layout needs .* = 2"):
-        seat_of(CLUSTER, variables(0, 3, 1))
+        berth_of(CLUSTER, variables(0, 3, 1))
 
 
 async def test_only_rank_0_has_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aserve.actors.rendezvous import LAUNCHERS, PORT, Seat, first_host, seat
+from aserve.actors.rendezvous import LAUNCHERS, PORT, Berth, berth, first_host
 from aserve.errors import ConfigError
 
 SECRET = {"ASERVE_SECRET": "0123456789abcdef"}
@@ -51,8 +51,8 @@ INDEXED = {"ASERVE_LEADER": "aserve", "ASERVE_WORLD": "3", "JOB_COMPLETION_INDEX
     ],
 )
 def test_each_launcher_is_read(environment: dict[str, str], expected: tuple[object, ...]) -> None:
-    found = seat({**environment, **SECRET})
-    assert found == Seat(*expected, secret=b"0123456789abcdef")  # type: ignore[arg-type]
+    found = berth({**environment, **SECRET})
+    assert found == Berth(*expected, secret=b"0123456789abcdef")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_each_launcher_is_read(environment: dict[str, str], expected: tuple[obje
 )
 def test_what_is_missing_is_named(environment: dict[str, str], finding: str) -> None:
     with pytest.raises(ConfigError, match=finding):
-        seat({**environment, **SECRET})
+        berth({**environment, **SECRET})
 
 
 def test_several_hosts_need_a_secret_and_one_does_not() -> None:
     with pytest.raises(ConfigError, match=r"ASERVE_SECRET is not set.*node0"):
-        seat(TORCHRUN)
+        berth(TORCHRUN)
     with pytest.raises(ConfigError, match=r"ASERVE_SECRET has 5 characters"):
-        seat({**TORCHRUN, "ASERVE_SECRET": "short"})
-    assert seat({**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}).secret
+        berth({**TORCHRUN, "ASERVE_SECRET": "short"})
+    assert berth({**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}).secret
     with pytest.raises(ConfigError, match="5 characters"):
-        seat({**TORCHRUN, "MASTER_ADDR": "localhost", "ASERVE_SECRET": "short"})
+        berth({**TORCHRUN, "MASTER_ADDR": "localhost", "ASERVE_SECRET": "short"})
 
 
 @pytest.mark.parametrize(

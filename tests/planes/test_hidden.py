@@ -13,7 +13,7 @@ from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.errors import PeerError, PlaneTimeout, RankDied
 from aserve.planes.hidden import HiddenEnd, OnlyStage, open_hidden_plane
-from aserve.planes.hidden_bundle import HEADER, Header, Seat, described, n_bytes, shapes_of
+from aserve.planes.hidden_bundle import HEADER, Header, Neighbours, described, n_bytes, shapes_of
 from aserve.planes.hidden_stream import open_hidden_listener, open_stream_hidden
 from aserve.planes.hidden_torch import open_torch_hidden
 from aserve.planes.terms import Terms
@@ -30,13 +30,13 @@ LIMIT_S = 10.0
 
 
 def test_a_rank_sits_between_its_likes() -> None:
-    assert [Seat.of(GRID, rank) for rank in range(6)] == [
-        Seat(0, None, 2),
-        Seat(1, None, 3),
-        Seat(2, 0, 4),
-        Seat(3, 1, 5),
-        Seat(4, 2, None),
-        Seat(5, 3, None),
+    assert [Neighbours.of(GRID, rank) for rank in range(6)] == [
+        Neighbours(0, None, 2),
+        Neighbours(1, None, 3),
+        Neighbours(2, 0, 4),
+        Neighbours(3, 1, 5),
+        Neighbours(4, 2, None),
+        Neighbours(5, 3, None),
     ]
 
 
@@ -92,33 +92,33 @@ async def test_three_stages_in_one_process(autojump_clock: trio.testing.MockCloc
 
 
 async def test_three_stages_over_unix_sockets(folder: str) -> None:
-    seats = [Seat.of(GRID, rank) for rank in range(GRID.world)]
+    seats = [Neighbours.of(GRID, rank) for rank in range(GRID.world)]
     async with AsyncExitStack() as stack:
         listeners = {
-            seat.rank: await stack.enter_async_context(
-                open_hidden_listener(Unix(f"{folder}/{seat.rank}"), TERMS, seat)
+            beside.rank: await stack.enter_async_context(
+                open_hidden_listener(Unix(f"{folder}/{beside.rank}"), TERMS, beside)
             )
-            for seat in seats
-            if seat.previous is not None
+            for beside in seats
+            if beside.previous is not None
         }
         nursery = await stack.enter_async_context(trio.open_nursery())
         ends: dict[int, HiddenEnd] = {}
         all_here, done = trio.Event(), trio.Event()
 
-        async def hold(seat: Seat) -> None:
+        async def hold(beside: Neighbours) -> None:
             async with open_stream_hidden(
-                seat,
+                beside,
                 TERMS,
-                listener=listeners.get(seat.rank),
-                following=None if seat.next is None else listeners[seat.next].address,
+                listener=listeners.get(beside.rank),
+                following=None if beside.next is None else listeners[beside.next].address,
                 limit_s=LIMIT_S,
-            ) as ends[seat.rank]:
+            ) as ends[beside.rank]:
                 if len(ends) == GRID.world:
                     all_here.set()
                 await done.wait()
 
-        for seat in seats:
-            nursery.start_soon(hold, seat)
+        for beside in seats:
+            nursery.start_soon(hold, beside)
         await all_here.wait()
         await pass_through([ends[rank] for rank in range(GRID.world)])
         done.set()
@@ -167,11 +167,11 @@ async def test_a_paused_link_is_a_timeout(autojump_clock: trio.testing.MockClock
 
 
 async def test_a_stage_before_that_never_connects_is_named() -> None:
-    seat = Seat.of(GRID, 4)
-    async with open_hidden_listener(Tcp("127.0.0.1", 0), TERMS, seat) as listener:
+    beside = Neighbours.of(GRID, 4)
+    async with open_hidden_listener(Tcp("127.0.0.1", 0), TERMS, beside) as listener:
         with pytest.raises(PlaneTimeout, match="rank 2 did not connect to rank 4") as caught:
             async with open_stream_hidden(
-                seat, TERMS, listener=listener, following=None, limit_s=0.05
+                beside, TERMS, listener=listener, following=None, limit_s=0.05
             ):
                 pass
     assert caught.value.missing == (2,)
@@ -181,14 +181,14 @@ async def test_a_stage_after_that_is_not_there_is_named(folder: str) -> None:
     following = Unix(f"{folder}/nobody")
     with pytest.raises(PlaneTimeout, match=r"rank 2 at unix:.*not reached") as caught:
         async with open_stream_hidden(
-            Seat.of(GRID, 0), TERMS, listener=None, following=following, limit_s=0.05
+            Neighbours.of(GRID, 0), TERMS, listener=None, following=following, limit_s=0.05
         ):
             pass
     assert caught.value.missing == (2,)
 
 
 async def test_only_the_rank_before_is_let_in() -> None:
-    async with open_hidden_listener(Tcp("127.0.0.1", 0), TERMS, Seat.of(GRID, 4)) as listener:
+    async with open_hidden_listener(Tcp("127.0.0.1", 0), TERMS, Neighbours.of(GRID, 4)) as listener:
         with pytest.raises(Refusal, match="rank 3 is not expected here, but 2"):
             await connect(listener.address, TERMS.identity("hidden", 3), limit_s=LIMIT_S)
         stranger = msgspec.structs.replace(TERMS, secret=b"not known to all of us")
@@ -198,7 +198,7 @@ async def test_only_the_rank_before_is_let_in() -> None:
 
 async def test_a_rank_that_never_comes_to_torch_distributed_is_named() -> None:
     opening = open_torch_hidden(
-        Seat.of(GRID, 0), dist.HashStore(), in_flight_max=2, limit_s=0.05, host="127.0.0.1"
+        Neighbours.of(GRID, 0), dist.HashStore(), in_flight_max=2, limit_s=0.05, host="127.0.0.1"
     )
     with pytest.raises(PlaneTimeout, match="rank 2: ") as caught:
         await opening.__aenter__()

@@ -15,7 +15,7 @@ import trio.testing
 from aserve.core.message import RankState, StepPlan
 from aserve.errors import PeerError, PlaneTimeout, RankDied
 from aserve.planes.hidden import HiddenEnd
-from aserve.planes.hidden_bundle import Seat
+from aserve.planes.hidden_bundle import Neighbours
 from aserve.planes.hidden_stream import open_hidden_listener, open_stream_hidden
 from aserve.planes.hidden_torch import open_torch_hidden
 from aserve.planes.request_stream import open_follower, open_leader
@@ -104,12 +104,12 @@ async def receive_until_killed(end: HiddenEnd, process: trio.Process) -> None:
 
 
 async def test_a_killed_stage_before(address: Address) -> None:
-    seat = Seat.of(GRID, 1)
+    beside = Neighbours.of(GRID, 1)
     async with (
-        open_hidden_listener(address, HIDDEN_TERMS, seat) as listener,
+        open_hidden_listener(address, HIDDEN_TERMS, beside) as listener,
         far_end("hidden", str(listener.address)) as process,
         open_stream_hidden(
-            seat, HIDDEN_TERMS, listener=listener, following=None, limit_s=LIMIT_S
+            beside, HIDDEN_TERMS, listener=listener, following=None, limit_s=LIMIT_S
         ) as end,
     ):
         await receive_until_killed(end, process)
@@ -119,7 +119,7 @@ async def test_a_killed_stage_before_over_torch_distributed(folder: str) -> None
     async with (
         far_end("hidden_torch", folder) as process,
         open_torch_hidden(
-            Seat.of(GRID, 1),
+            Neighbours.of(GRID, 1),
             file_store(folder),
             in_flight_max=2,
             limit_s=LIMIT_S,
