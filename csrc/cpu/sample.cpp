@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "aserve/cpu.h"
+#include "aserve/threshold.h"
 #include "sample_kernels.h"
 
 namespace aserve {
@@ -51,15 +52,6 @@ int64_t gather(const float* x, int64_t n, float threshold, float* values, int32_
     ids[count++] = static_cast<int32_t>(i);
   }
   return count;
-}
-
-// Not below the noise, and close to it where it is large. With v = 1 - uniform: -log(uniform) >= v,
-// and log2(v) is at least its line between powers of two.
-double gumbel_bound(uint32_t bits) {
-  const float v = static_cast<float>(~bits) + 0.5f;
-  int32_t as_integer;
-  std::memcpy(&as_integer, &v, 4);
-  return (159.0f - static_cast<float>(as_integer) * 0x1p-23f) * 0.69314718f + 1e-3f;
 }
 
 int64_t gumbel_argmax(const float* x, int64_t n, const Gumbel& gumbel) {
@@ -196,38 +188,6 @@ float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, doubl
   return high > 0 ? values[high - 1] : -FLT_MAX;
 }
 
-// Integers in the order of the floats they stand for, and back.
-int64_t ordered(float x) {
-  int32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits >= 0 ? bits : INT32_MIN - static_cast<int64_t>(bits);
-}
-float from_ordered(int64_t place) {
-  const int32_t bits = static_cast<int32_t>(place >= 0 ? place : INT32_MIN - place);
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// The least float whose probability is at least min_p of the best one's.
-float min_p_threshold(const Gumbel& gumbel, double min_p) {
-  const double least = std::log(min_p);
-  const auto stays = [&](float x) {
-    return (static_cast<double>(x) - gumbel.max) * gumbel.scale >= least;
-  };
-  // Halving over all floats: a formula would be off by many of them where it cancels to near 0.
-  int64_t low = ordered(-FLT_MAX), high = ordered(gumbel.max);
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (stays(from_ordered(middle))) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return from_ordered(high);
-}
-
 void draw_row(int64_t vocab, DrawRow& row, const SampleKernels& kernels) {
   Space& mine = space(vocab);
   const float* x = edited(row, vocab, kernels, mine.logits.data());
@@ -260,7 +220,7 @@ void draw_row(int64_t vocab, DrawRow& row, const SampleKernels& kernels) {
     const float least = top_p_threshold(x, vocab, gumbel, row.top_p, kernels, mine);
     threshold = std::max(threshold, least);
   }
-  if (row.min_p > 0) threshold = std::max(threshold, min_p_threshold(gumbel, row.min_p));
+  if (row.min_p > 0) threshold = std::max(threshold, min_p_threshold(gumbel.max, gumbel.scale, row.min_p));
   gumbel.threshold = threshold;
   row.token = kernels.gumbel_argmax(x, vocab, gumbel);
 }

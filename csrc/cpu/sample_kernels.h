@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "aserve/noise.h"
+
 namespace aserve {
 
 struct Extent {
@@ -30,19 +32,5 @@ struct SampleKernels {
 
 extern const SampleKernels sample_generic;
 extern const SampleKernels sample_avx512;
-
-// core/noise.py has the specification.
-inline uint32_t mix32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x21F0AAADu;
-  x = (x ^ (x >> 15)) * 0x735A2D97u;
-  return x ^ (x >> 15);
-}
-inline uint32_t noise_bits(uint64_t key, uint32_t token) {
-  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
-  return mix32(mix32(token * 0x9E3779B9u + low) + high);
-}
-inline double gumbel_noise(uint32_t bits) {
-  return -std::log(-std::log((bits + 0.5) * 0x1p-32));
-}
 
 }  // namespace aserve

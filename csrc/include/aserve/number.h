@@ -1,27 +1,29 @@
-// Element types of weights and KV, and the rounding between them.
+// Element types of weights and KV, and the rounding between them; any processor.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "aserve/index.h"
+
 namespace aserve {
 
 enum class Type { f32 = 0, bf16 = 1 };
 
-inline int64_t type_bytes(Type type) { return type == Type::bf16 ? 2 : 4; }
+ASERVE_HD int64_t type_bytes(Type type) { return type == Type::bf16 ? 2 : 4; }
 
-inline float widen(uint16_t bits) {
+ASERVE_HD float widen(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;
-  std::memcpy(&value, &wide, 4);
+  memcpy(&value, &wide, 4);
   return value;
 }
-inline float widen(float value) { return value; }
+ASERVE_HD float widen(float value) { return value; }
 
 // To nearest, ties to even; NaN stays NaN.
-inline uint16_t narrow(float value) {
+ASERVE_HD uint16_t narrow(float value) {
   uint32_t wide;
-  std::memcpy(&wide, &value, 4);
+  memcpy(&wide, &value, 4);
   if ((wide & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((wide >> 16) | 0x40u);
   return static_cast<uint16_t>((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
 }
