@@ -21,7 +21,15 @@ from aserve.tensor.addresses import (
     row_stride,
     weight_dtype,
 )
-from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer
+from aserve.tensor.ops import (
+    BLOCK_FORMATS,
+    Attend,
+    BlockKind,
+    CpKind,
+    KvCopy,
+    KvLayer,
+    WeightFormat,
+)
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
 
@@ -36,6 +44,7 @@ class NativeLinear:
     packed: _native.Packed
     n: int
     k: int
+    format: WeightFormat
     dtype: torch.dtype
     row_blocks: int
     nbytes: int
@@ -60,16 +69,31 @@ class NativeOps:
             raise ValueError(f"a weight has 2 dimensions, not {weight_NK.dim()}")
         weight_NK = weight_NK.contiguous()
         n, k = weight_NK.shape
-        bias_address = 0
-        if bias_N is not None:
-            if bias_N.shape != (n,):
-                raise ValueError(f"bias has shape {tuple(bias_N.shape)}, the weight has {n} rows")
-            bias_N = bias_N.to(_F32).contiguous()
-            bias_address = bias_N.data_ptr()
+        bias_N, bias = _bias(bias_N, n)
         packed = _native.pack(
-            self.team, dtype is _BF16, weight_NK.data_ptr(), n, k, bias_address, row_blocks
+            self.team, dtype is _BF16, weight_NK.data_ptr(), n, k, bias, row_blocks
         )
-        return NativeLinear(packed, n, k, dtype, row_blocks, packed.nbytes)
+        name: WeightFormat = "bf16" if dtype is _BF16 else "f32"
+        return NativeLinear(packed, n, k, name, dtype, row_blocks, packed.nbytes)
+
+    def pack_blocks(
+        self,
+        blocks_NB: Tensor,
+        kind: BlockKind,
+        k: int,
+        bias_N: Tensor | None = None,
+        row_blocks: int = 1,
+    ) -> NativeLinear:
+        if blocks_NB.dtype is not torch.uint8 or blocks_NB.dim() != 2:
+            raise ValueError(
+                f"blocks are {blocks_NB.dtype} {tuple(blocks_NB.shape)}: want uint8 rows"
+            )
+        blocks_NB = blocks_NB.contiguous()
+        n, row_bytes = blocks_NB.shape
+        bias_N, bias = _bias(bias_N, n)
+        address = blocks_NB.data_ptr()
+        packed = _native.pack_blocks(self.team, kind, address, row_bytes, n, k, bias, row_blocks)
+        return NativeLinear(packed, n, k, BLOCK_FORMATS[kind], _BF16, row_blocks, packed.nbytes)
 
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, NativeLinear)
@@ -91,7 +115,7 @@ class NativeOps:
         rows = ids_T.numel()
         if isinstance(table_VH, NativeLinear):
             out = _empty((rows, table_VH.k))
-            _native.embed_packed(table_VH.packed, ids_T.data_ptr(), rows, out.data_ptr())
+            _native.embed_packed(self.team, table_VH.packed, ids_T.data_ptr(), rows, out.data_ptr())
             return out
         assert isinstance(table_VH, Tensor)
         dtype = weight_dtype("table", table_VH)
@@ -308,3 +332,13 @@ def _is_zigzag(kind: str, cp: int) -> bool:
     if cp < 1:
         raise ValueError(f"cp is {cp}: at least 1")
     return kind == "zigzag"
+
+
+def _bias(bias_N: Tensor | None, n: int) -> tuple[Tensor | None, int]:
+    """The bias as float32, to be held while its address is used, and that address: 0 if none."""
+    if bias_N is None:
+        return None, 0
+    if bias_N.shape != (n,):
+        raise ValueError(f"bias has shape {tuple(bias_N.shape)}, the weight has {n} rows")
+    bias_N = bias_N.to(_F32).contiguous()
+    return bias_N, bias_N.data_ptr()

@@ -14,9 +14,20 @@ from torch import Tensor
 from aserve.errors import ConfigError
 from aserve.tensor.rope import RopeTable
 
+WeightFormat = Literal["f32", "bf16", "q8", "q4", "q4m"]
+BlockKind = Literal["Q8_0", "Q4_0", "Q4_1"]
+BLOCK_FORMATS: dict[BlockKind, WeightFormat] = {"Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4m"}
+
 
 class Linear(Protocol):
-    """A packed weight [n, k] with its bias. Only the `Ops` that packed it can use it."""
+    """A packed weight [n, k] with its bias. Only the `Ops` that packed it can use it.
+
+    `format` is how it is kept: q8 and q4 are integers with a scale, q4m with a scale and a minimum,
+    each for 32 columns of a row. `dtype` is what activations are rounded to: bfloat16 for those.
+    """
+
+    @property
+    def format(self) -> WeightFormat: ...
 
     @property
     def n(self) -> int: ...
@@ -80,6 +91,20 @@ class Ops(Protocol):
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None = None, row_blocks: int = 1) -> Linear:
         """Lay out a weight for `linear`. With `row_blocks` b, K is summed in b equal blocks, each
         from zero, added left to right: what a row-parallel split over b ranks would give."""
+        ...
+
+    def pack_blocks(
+        self,
+        blocks_NB: Tensor,
+        kind: BlockKind,
+        k: int,
+        bias_N: Tensor | None = None,
+        row_blocks: int = 1,
+    ) -> Linear:
+        """Lay out a quantised weight from the bytes of a GGUF tensor: uint8 [n, row bytes], in a
+        row blocks of 32 columns (ggml-common.h): float16 d, float16 m in Q4_1, then 32 int8 or 16
+        bytes of two nibbles, columns j and j + 16. A weight is d * q, d * (nibble - 8) or d *
+        nibble + m; it is never expanded. ValueError unless k / row_blocks is a multiple of 32."""
         ...
 
     def linear(self, x_TK: Tensor, weight: Linear) -> Tensor:

@@ -10,17 +10,27 @@ import torch
 from torch import Tensor
 
 from aserve.tensor.collective import sum_blocks
-from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer
+from aserve.tensor.ops import (
+    BLOCK_FORMATS,
+    Attend,
+    BlockKind,
+    CpKind,
+    KvCopy,
+    KvLayer,
+    WeightFormat,
+)
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReferenceLinear:
-    """The weight as it came; a bfloat16 one is kept widened, with its dtype remembered."""
+    """The weight as it came; a bfloat16 or quantised one is kept widened, with `dtype` what
+    activations are rounded to."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
+    format: WeightFormat
     dtype: torch.dtype
     row_blocks: int
 
@@ -47,13 +57,27 @@ class ReferenceOps:
         if weight_NK.dim() != 2:
             raise ValueError(f"a weight has 2 dimensions, not {weight_NK.dim()}")
         n, k = weight_NK.shape
-        if row_blocks < 1 or k % row_blocks:
-            raise ValueError(f"K = {k} does not split into {row_blocks} equal blocks")
-        if bias_N is not None and bias_N.shape != (n,):
-            raise ValueError(f"bias has shape {tuple(bias_N.shape)}, the weight has {n} rows")
+        _check_packing(n, k, bias_N, row_blocks)
         wide = torch.float32 if weight_NK.dtype == torch.bfloat16 else weight_NK.dtype
         bias = None if bias_N is None else bias_N.to(wide)
-        return ReferenceLinear(weight_NK.to(wide), bias, weight_NK.dtype, row_blocks)
+        name: WeightFormat = "bf16" if weight_NK.dtype == torch.bfloat16 else "f32"
+        return ReferenceLinear(weight_NK.to(wide), bias, name, weight_NK.dtype, row_blocks)
+
+    def pack_blocks(
+        self,
+        blocks_NB: Tensor,
+        kind: BlockKind,
+        k: int,
+        bias_N: Tensor | None = None,
+        row_blocks: int = 1,
+    ) -> ReferenceLinear:
+        n = len(blocks_NB)
+        _check_packing(n, k, bias_N, row_blocks)
+        if k // row_blocks % 32:
+            raise ValueError(f"a row block of {k // row_blocks} columns is not a multiple of 32")
+        bias = None if bias_N is None else bias_N.float()
+        weight_NK = _dequantise(blocks_NB, kind, k)
+        return ReferenceLinear(weight_NK, bias, BLOCK_FORMATS[kind], torch.bfloat16, row_blocks)
 
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, ReferenceLinear)
@@ -77,7 +101,8 @@ class ReferenceOps:
 
     def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:
         if isinstance(table_VH, ReferenceLinear):
-            table_VH = table_VH.weight_NK
+            narrow = table_VH.format not in ("f32", "bf16")
+            table_VH = table_VH.weight_NK.float() if narrow else table_VH.weight_NK
         assert isinstance(table_VH, Tensor)
         if ids_T.numel() and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < len(table_VH):
             raise ValueError(f"a token id is outside [0, {len(table_VH)})")
@@ -185,6 +210,33 @@ class ReferenceOps:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         out[order.long()] = x
         return out
+
+
+def _check_packing(n: int, k: int, bias_N: Tensor | None, row_blocks: int) -> None:
+    if row_blocks < 1 or k % row_blocks:
+        raise ValueError(f"K = {k} does not split into {row_blocks} equal blocks")
+    if bias_N is not None and bias_N.shape != (n,):
+        raise ValueError(f"bias has shape {tuple(bias_N.shape)}, the weight has {n} rows")
+
+
+def _dequantise(blocks_NB: Tensor, kind: BlockKind, k: int) -> Tensor:
+    """[n, k] in float64, where each product and sum is exact; as in `Ops.pack_blocks`."""
+    heads = 2 if kind == "Q4_1" else 1
+    block_bytes = 2 * heads + (32 if kind == "Q8_0" else 16)
+    if blocks_NB.dtype != torch.uint8 or blocks_NB.shape[1:] != (k // 32 * block_bytes,):
+        raise ValueError(
+            f"rows of {k} in {kind} are uint8 ({k // 32 * block_bytes},), not {blocks_NB.dtype} "
+            f"{tuple(blocks_NB.shape[1:])}"
+        )
+    blocks = blocks_NB.reshape(-1, block_bytes)
+    head = blocks[:, : 2 * heads].contiguous().view(torch.float16).double()
+    q = blocks[:, 2 * heads :].contiguous()
+    if kind == "Q8_0":
+        value = q.view(torch.int8).double()
+    else:
+        value = torch.cat([q & 15, q >> 4], dim=1).double() - (8 if kind == "Q4_0" else 0)
+    value = value * head[:, :1]
+    return (value + head[:, 1:] if heads == 2 else value).reshape(len(blocks_NB), k)
 
 
 def _attend_one(

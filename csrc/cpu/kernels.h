@@ -20,11 +20,20 @@ struct AttentionTask {
   int64_t limit() const { return int64_t{positions[row_end - row_begin - 1]} + 1; }  // keys seen
 };
 
+// What one task of a linear works on: some rows, already rounded, and some panels of the weight.
+struct LinearTask {
+  const Weight* weight;
+  const float* x;
+  const float* sums;  // [rows, k / 32], where the weight has minima
+  int64_t rows, panel_begin, panel_end;
+  float* y;
+  int64_t part_step;  // as in linear()
+};
+
 struct Kernels {
-  // y[rows, n_begin..n_end) for 16-wide blocks [block_begin, block_end) of the weight. With a
-  // part_step, that of each row block instead, so many floats after the one before.
-  void (*linear)(const Weight&, const float* x, int64_t rows, int64_t block_begin,
-                 int64_t block_end, float* y, int64_t part_step);
+  void (*linear)(const LinearTask&);
+  // The sums of each 32 of n values.
+  void (*sums)(const float* x, int64_t n, float* sums);
   // x -> x rounded to bfloat16 and widened again.
   void (*round_bf16)(const float* x, int64_t n, float* y);
   void (*attention)(const AttentionTask&);

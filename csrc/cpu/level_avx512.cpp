@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
 #include "kernels.h"
 #include "target.h"
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
 #include "kernels.h"
 
 #define ASERVE_LEVEL 0

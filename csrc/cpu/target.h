@@ -3,7 +3,7 @@
 // headers of the standard library come before, for the same reason.
 #pragma once
 
-#define ASERVE_TARGET_AVX2 "avx2,fma"
+#define ASERVE_TARGET_AVX2 "avx2,fma,f16c"
 #define ASERVE_TARGET_AVX512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"
 #define ASERVE_TARGET_AMX "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"
 

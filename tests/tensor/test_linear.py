@@ -169,4 +169,5 @@ def test_packed_weight_describes_itself(ops: NativeOps) -> None:
     packed = ops.pack(torch.randn(32, 64).bfloat16(), torch.randn(32), 2)
     assert (packed.n, packed.k, packed.row_blocks) == (32, 64, 2)
     assert packed.dtype == torch.bfloat16
+    assert packed.format == "bf16"
     assert packed.nbytes == 32 * 64 * 2 + 32 * 4
