@@ -143,7 +143,7 @@ def load_rank(
         progress(done, total, what if world == 1 else f"rank {share.rank}: {what}")
 
     world = Grid(config.layout).world
-    ops = open_ops(config.compute.kernels, share.threads)
+    ops = open_ops(config.compute.kernels, share.threads, config.compute.fused)
     model = load_model(
         path,
         dtype=config.model.dtype,

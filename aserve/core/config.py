@@ -66,6 +66,7 @@ class Cache(Struct, frozen=True):
 class Compute(Struct, frozen=True):
     threads: int | None = None  # None: every core this process may use
     kernels: Literal["native", "reference"] = "native"
+    fused: bool = True  # native kernels run whole blocks of layers in one call
 
 
 class Limits(Struct, frozen=True):

@@ -49,6 +49,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "cache.kv_mib_max": (1, 1 << 24, "bound on the default size of the KV pool, in MiB"),
     "compute.threads": (1, 4096, "default: every core this process may use"),
     "compute.kernels": (None, None, "native (csrc) or reference (plain torch)"),
+    "compute.fused": (None, None, "native kernels run whole blocks of layers in one call"),
     "limits.n_max": (1, 1 << 16, "choices of one request"),
     "limits.logprobs_max": (0, 1 << 10, "alternatives beside each token"),
     "limits.stop_max": (0, 1 << 10, "stop strings of one request"),

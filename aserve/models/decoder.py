@@ -17,6 +17,7 @@ from aserve.models.regions import Region, kv_region
 from aserve.models.spec import ModelSpec
 from aserve.models.split import TILE, Split
 from aserve.models.weights.loader import HEAD, TABLE, Matrix, Weights
+from aserve.tensor.blocks import MlpBlock
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.rope import RopeTable, inv_freq
 from aserve.tensor.tokens import Seat, Tokens, even_shares
@@ -30,6 +31,12 @@ VOCAB = Split(0, ("tp",))
 
 class Mlp(Protocol):
     def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor: ...
+
+
+class Through(Protocol):
+    """From the rows that enter a stage to those that leave it."""
+
+    def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: "Step") -> Tensor: ...
 
 
 MlpOf = Callable[[ModelSpec, int, Weights, Ops], Mlp]  # the MLP of a layer, by its global index
@@ -93,8 +100,12 @@ class Attention:
         out_TK = ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
         if not self.out.is_split:
             return ops.linear(out_TK, self.out.weight)
-        partial = functools.partial(ops.linear_parts, weight=self.out.weight)
-        return self.out.settle(step.tokens.add_up_shared(out_TK, partial, self.out.row_bytes(x_TH)))
+        return self.add_up(out_TK, x_TH, step.tokens)
+
+    def add_up(self, out_TK: Tensor, x_TH: Tensor, tokens: Tokens) -> Tensor:
+        """[T, H] like `x_TH`: the output projection over all ranks that hold heads of them."""
+        partial = functools.partial(self.ops.linear_parts, weight=self.out.weight)
+        return self.out.settle(tokens.add_up_shared(out_TK, partial, self.out.row_bytes(x_TH)))
 
 
 class SwiGlu:
@@ -121,6 +132,7 @@ class SwiGlu:
         columns = dataclasses.replace(rows, dim=1)
         self.down = weights.row_parallel(Matrix(down, hidden, inner, columns, bias), blocks)
         self.ops = ops
+        self.block: MlpBlock | None = None  # does what follows in one call
 
     def __call__(self, x_TH: Tensor, tokens: Tokens) -> Tensor:
         if not self.down.is_split:
@@ -131,6 +143,8 @@ class SwiGlu:
     def whole(self, x_TH: Tensor) -> Tensor:
         """What a rank that holds all columns gives."""
         ops = self.ops
+        if self.block is not None:
+            return self.block.gated(x_TH)
         return ops.linear(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down.weight)
 
     def partial(self, x_TH: Tensor) -> Tensor:
@@ -138,6 +152,8 @@ class SwiGlu:
         ops = self.ops
         if not self.down.is_split:
             return self.whole(x_TH)[None]
+        if self.block is not None:
+            return self.block.gated_parts(x_TH)
         return ops.linear_parts(ops.silu_mul(ops.linear(x_TH, self.gate_up)), self.down.weight)
 
 
@@ -158,14 +174,23 @@ class Layer:
         self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: Step
     ) -> tuple[Tensor, Tensor]:
         """(x, what is still to be added to it)."""
-        ops = self.ops
+        x_TH, added_TH = self.attend(x_TH, added_TH, kv, step)
+        return self.mix(x_TH, added_TH, step.tokens)
+
+    def attend(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of it."""
         if added_TH is None:
-            normed_TH = ops.rms_norm(x_TH, self.norm_in, self.eps)
+            normed_TH = self.ops.rms_norm(x_TH, self.norm_in, self.eps)
         else:
-            x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_in, self.eps)
-        added_TH = self.attention(normed_TH, kv, step)
-        x_TH, normed_TH = ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
-        return x_TH, self.mlp(normed_TH, step.tokens)
+            x_TH, normed_TH = self.ops.add_rms_norm(x_TH, added_TH, self.norm_in, self.eps)
+        return x_TH, self.attention(normed_TH, kv, step)
+
+    def mix(self, x_TH: Tensor, added_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """The second half of it."""
+        x_TH, normed_TH = self.ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
+        return x_TH, self.mlp(normed_TH, tokens)
 
 
 class Rotary:
@@ -218,6 +243,7 @@ class Model:
             self.head = weights.linear(head)
         self.vocab_held = weights.held(VOCAB, spec.vocab)
         self.rotary = Rotary(spec, divisors)
+        self.through: Through = self.one_by_one
 
     def regions(self) -> tuple[Region, ...]:
         """The KV of this stage's layers, as this rank holds it."""
@@ -239,7 +265,6 @@ class Model:
         stage's layer i. A stage that is not the first takes as `hidden_SH` this rank's
         `tokens.slice` of what the one before returned.
         """
-        ops = self.ops
         if self.is_first:
             x_TH = self._embed(ids_G, tokens)
         else:
@@ -247,13 +272,21 @@ class Model:
             x_TH = tokens.join(hidden_SH)
         kv_len_max = int(attend.kv_len_N.max()) if len(attend.kv_len_N) else 1
         step = Step(tokens, attend, self.rotary.upto(kv_len_max))
+        return self.through(x_TH, kv, step)
+
+    def one_by_one(self, x_TH: Tensor, kv: Sequence[KvLayer], step: Step) -> Tensor:
+        """`through` by the operations of `Ops`."""
         added_TH = None
         for layer, pages in zip(self.layers, kv, strict=True):
             x_TH, added_TH = layer(x_TH, added_TH, pages, step)
+        return self.finish(x_TH, added_TH)
+
+    def finish(self, x_TH: Tensor, added_TH: Tensor | None) -> Tensor:
+        """What the last layer of the stage gives -> what leaves the stage."""
         assert added_TH is not None
         if not self.is_last:
-            return ops.add(x_TH, added_TH)
-        return ops.add_rms_norm(x_TH, added_TH, self.norm, self.spec.eps)[1]
+            return self.ops.add(x_TH, added_TH)
+        return self.ops.add_rms_norm(x_TH, added_TH, self.norm, self.spec.eps)[1]
 
     def _embed(self, ids_G: Tensor, tokens: Tokens) -> Tensor:
         """Of this rank's rows. Each rank of the stage looks up what its part of the table has."""

@@ -16,6 +16,7 @@ from aserve.models import dense, mixture
 from aserve.models.decoder import MlpOf, Model
 from aserve.models.divide import check_layout
 from aserve.models.fetch import Progress
+from aserve.models.fused import fuse
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
 from aserve.models.weights.gguf import GgufSource
 from aserve.models.weights.loader import ONE_RANK, Checklist, Reader
@@ -83,6 +84,7 @@ def load_model(
         with reader.reading_ahead(part, threads, progress):
             model = Model(spec, reader, ops, mlp_of, grid, rank)
         model.nbytes = reader.nbytes
+        fuse(model)
     _give_back()
     return model
 

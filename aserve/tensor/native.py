@@ -21,6 +21,7 @@ from aserve.tensor.addresses import (
     row_stride,
     weight_dtype,
 )
+from aserve.tensor.native_blocks import NativeBlocks
 from aserve.tensor.ops import (
     BLOCK_FORMATS,
     Attend,
@@ -53,8 +54,9 @@ class NativeLinear:
 class NativeOps:
     """`Ops` on `threads` threads, the caller's included. Calls from several threads take turns."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, fused: bool = True) -> None:
         self.team = _native.Team(threads)
+        self.blocks = NativeBlocks(self.team) if fused else None
 
     @property
     def level(self) -> str:

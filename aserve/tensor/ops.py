@@ -187,8 +187,11 @@ class Ops(Protocol):
         ...
 
 
-def open_ops(kernels: Literal["native", "reference"], threads: int) -> Ops:
-    """The implementation by name. `threads` counts the caller; the reference follows torch."""
+def open_ops(kernels: Literal["native", "reference"], threads: int, fused: bool = True) -> Ops:
+    """The implementation by name. `threads` counts the caller; the reference follows torch.
+
+    `fused`: native ones come with the blocks of `aserve.tensor.blocks`.
+    """
     if kernels == "reference":
         from aserve.tensor.reference import ReferenceOps
 
@@ -205,7 +208,7 @@ def open_ops(kernels: Literal["native", "reference"], threads: int) -> Ops:
             "--compute.kernels reference"
         ) from error
     try:
-        return NativeOps(threads)
+        return NativeOps(threads, fused)
     except RuntimeError as error:
         raise ConfigError(
             f"compute.threads {threads}: this system will not give so many ({error})"

@@ -183,6 +183,11 @@ def rows_max(row_bytes: int) -> int:
     return max(1, PART_BYTES_MAX // row_bytes)
 
 
+def in_one_call(n_rows: int, row_bytes: int) -> bool:
+    """Whether partial sums of so many rows, of `row_bytes` each, may be had at once."""
+    return n_rows <= rows_max(row_bytes)
+
+
 def even_shares(count: int, places: int) -> list[int]:
     """`count` in contiguous shares that differ by one at most."""
     return [count * (n + 1) // places - count * n // places for n in range(places)]

@@ -1,11 +1,10 @@
 #include "aserve/attention.h"
 
+#include "attend.h"
 #include "bind.h"
 
 namespace aserve {
-namespace {
 
-// Everything a kernel would otherwise read or write out of bounds.
 void check(const Attention& call, int64_t rows) {
   require(call.k_shape.pages == call.v_shape.pages && call.k_shape.heads == call.v_shape.heads &&
               call.k_shape.page_size == call.v_shape.page_size &&
@@ -33,27 +32,35 @@ void check(const Attention& call, int64_t rows) {
   }
 }
 
-// pool: (is_bf16, k, v, k_shape, v_shape); step: (sequences, row_start, positions, kv_len,
-// page_table, pages_max).
+void set_pages(Attention* call, const py::tuple& pool) {
+  call->type = pool[0].cast<bool>() ? Type::bf16 : Type::f32;
+  call->k = at<const void>(pool[1].cast<Address>());
+  call->v = at<const void>(pool[2].cast<Address>());
+  call->k_shape = page_shape(pool[3].cast<py::tuple>());
+  call->v_shape = page_shape(pool[4].cast<py::tuple>());
+}
+
+void set_attend(Attention* call, const py::tuple& attend) {
+  call->sequences = attend[0].cast<int64_t>();
+  call->row_start = at<const int32_t>(attend[1].cast<Address>());
+  call->positions = at<const int32_t>(attend[2].cast<Address>());
+  call->kv_len = at<const int32_t>(attend[3].cast<Address>());
+  call->page_table = at<const int32_t>(attend[4].cast<Address>());
+  call->pages_max = attend[5].cast<int64_t>();
+}
+
+namespace {
+
 void run_attention(Team& team, Address q, int64_t q_stride, int64_t rows, int64_t heads,
                    const py::tuple& pool, const py::tuple& step, float scale, Address out) {
   Attention call{};
-  call.type = pool[0].cast<bool>() ? Type::bf16 : Type::f32;
-  call.k = at<const void>(pool[1].cast<Address>());
-  call.v = at<const void>(pool[2].cast<Address>());
-  call.k_shape = page_shape(pool[3].cast<py::tuple>());
-  call.v_shape = page_shape(pool[4].cast<py::tuple>());
+  set_pages(&call, pool);
+  set_attend(&call, step);
   call.heads = heads;
   call.scale = scale;
   call.q = at<const float>(q);
   call.q_stride = q_stride;
   call.out = at<float>(out);
-  call.sequences = step[0].cast<int64_t>();
-  call.row_start = at<const int32_t>(step[1].cast<Address>());
-  call.positions = at<const int32_t>(step[2].cast<Address>());
-  call.kv_len = at<const int32_t>(step[3].cast<Address>());
-  call.page_table = at<const int32_t>(step[4].cast<Address>());
-  call.pages_max = step[5].cast<int64_t>();
   check(call, rows);
   py::gil_scoped_release release;
   attention(team, call);

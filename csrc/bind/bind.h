@@ -60,6 +60,7 @@ inline PageShape page_shape(const py::tuple& shape) {
 }
 
 void bind_attention(py::module_& module);
+void bind_block(py::module_& module);
 void bind_board(py::module_& module);
 void bind_context_parallel(py::module_& module);
 void bind_cpu(py::module_& module);

@@ -3,28 +3,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <new>
-#include <vector>
 
 #include "bind.h"
+#include "packed.h"
 
 namespace aserve {
 namespace {
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-// A weight with the memory it lives in.
-struct Packed {
-  Weight weight;
-  std::unique_ptr<void, Free> memory;
-  std::vector<float> bias;
-  int64_t nbytes() const {
-    return weight.packed_bytes() + static_cast<int64_t>(bias.size() * sizeof(float));
-  }
-};
 
 // A weight of this shape with memory for it, its bias already there.
 std::unique_ptr<Packed> make(Format format, int64_t n, int64_t k, Address bias,

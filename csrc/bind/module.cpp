@@ -8,6 +8,7 @@ PYBIND11_MODULE(_native, module) {
   aserve::bind_rows(module);
   aserve::bind_kv(module);
   aserve::bind_attention(module);
+  aserve::bind_block(module);
   aserve::bind_context_parallel(module);
 #if __has_include("sample.cpp")
   aserve::bind_sample(module);

@@ -1,26 +1,11 @@
 #include "aserve/rows.h"
 
-#include <algorithm>
 #include <cstring>
 
-#include "aserve/index.h"
 #include "kernels.h"
+#include "share.h"
 
 namespace aserve {
-namespace {
-
-// Elements below which waking another thread costs more than it saves.
-constexpr int64_t elements_task = 16384;
-
-// Calls work(begin, end) over [0, rows) in pieces of about elements_task.
-template <class Work>
-void share_rows(Team& team, int64_t rows, int64_t row_elements, const Work& work) {
-  const int64_t step = std::max<int64_t>(1, elements_task / std::max<int64_t>(1, row_elements));
-  team.run(ceil_div(rows, step),
-           [&](int64_t i) { work(i * step, std::min(rows, (i + 1) * step)); });
-}
-
-}  // namespace
 
 void rms_norm(Team& team, const Norm& call) {
   const Kernels& k = kernels();

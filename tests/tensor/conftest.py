@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aserve import _native
-from aserve.tensor import native
+from aserve.tensor import native, native_blocks
 from aserve.tensor.native import NativeOps
 
 LEVELS = ("generic", "avx2", "avx512", "amx")
@@ -26,7 +26,8 @@ def ops(
     if _native.set_level(request.param) != request.param:
         _native.set_level(before)
         pytest.skip(f"this machine has no {request.param}")
-    monkeypatch.setattr(native, "_empty", _poisoned)
+    for module in (native, native_blocks):
+        monkeypatch.setattr(module, "_empty", _poisoned)
     yield team_ops
     _native.set_level(before)
 

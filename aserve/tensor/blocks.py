@@ -1,0 +1,121 @@
+"""A decoder's blocks in one call each: what stands between two collectives, or a whole stage.
+
+The same bits as the calls of `Ops` that they stand for; those are their twin, and the way of
+everything that blocks do not cover.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from aserve.tensor.ops import Attend, KvLayer, Linear, Ops
+from aserve.tensor.rope import RopeTable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Norm, joint projection, q and k norms (both or neither), rotation, KV write, attention, `out`
+    over its row blocks."""
+
+    norm_H: Tensor
+    qkv: Linear
+    out: Linear
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MlpPart:
+    """Norm, gate and up, gated activation, `down` over its row blocks. Without a norm only the
+    calls that take normed rows will do."""
+
+    norm_H: Tensor | None
+    gate_up: Linear
+    down: Linear
+    eps: float
+
+
+class BlockStep(Protocol):
+    """What the layers share in one step, as the blocks that made it take it."""
+
+    @property
+    def n_rows(self) -> int: ...
+
+
+class AttentionBlock(Protocol):
+    """Takes x and what is still to be added to it, if anything; gives x + added and the rest."""
+
+    def whole(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        """(x, [T, H]), the bias included."""
+        ...
+
+    def parts(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        """(x, [row blocks, T, H]), as `Ops.linear_parts` gives them."""
+        ...
+
+    def attended(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        """(x, [T, heads * dim]): what the output projection is to take."""
+        ...
+
+
+class MlpBlock(Protocol):
+    def whole(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + added, [T, H]), the bias included."""
+        ...
+
+    def parts(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + added, [row blocks, T, H])."""
+        ...
+
+    def gated(self, normed_TH: Tensor) -> Tensor:
+        """[T, H] of normed rows."""
+        ...
+
+    def gated_parts(self, normed_TH: Tensor) -> Tensor:
+        """[row blocks, T, H] of normed rows."""
+        ...
+
+
+class Stack(Protocol):
+    """All layers of a stage that is one rank."""
+
+    def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep) -> Tensor:
+        """[T, H], after the final norm if there is one. `kv[i]` belongs to layer i."""
+        ...
+
+
+class Blocks(Protocol):
+    def step(self, attend: Attend, rope: RopeTable) -> BlockStep:
+        """For the rows at `attend.positions_T`. Use it while those tensors are as they are."""
+        ...
+
+    def attention(self, part: AttentionPart) -> AttentionBlock: ...
+
+    def mlp(self, part: MlpPart) -> MlpBlock: ...
+
+    def stack(
+        self,
+        layers: Sequence[tuple[AttentionBlock, MlpBlock]],
+        norm_H: Tensor | None,
+        eps: float,
+    ) -> Stack:
+        """`norm_H` is that behind the model's last layer; None: the stage hands on its sums."""
+        ...
+
+
+def blocks_of(ops: Ops) -> Blocks | None:
+    """Those that come with `ops`; None: it has none, or was opened without."""
+    return getattr(ops, "blocks", None)

@@ -1,0 +1,246 @@
+"""`Blocks` by csrc/include/aserve/block.h: tensors are checked here, indices in the binding.
+
+All blocks of one `NativeOps` share a workspace, so their calls take turns, as those of `Ops` do.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aserve import _native
+from aserve.tensor.addresses import indices, matrix, norm_weight, pages, require_same
+from aserve.tensor.blocks import AttentionBlock, AttentionPart, BlockStep, MlpBlock, MlpPart
+from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.rope import RopeTable
+
+_F32, _BF16, _I32 = torch.float32, torch.bfloat16, torch.int32
+_empty = torch.empty
+
+Pool = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeStep:
+    """Addresses of a step, and the tensors behind them."""
+
+    n_rows: int
+    addresses: tuple[object, ...]
+    attend: Attend
+    rope: RopeTable
+
+
+class NativeBlocks:
+    def __init__(self, team: _native.Team) -> None:
+        self.team, self.space = team, _native.Workspace()
+
+    def step(self, attend: Attend, rope: RopeTable) -> NativeStep:
+        n_rows, sequences = len(attend.positions_T), len(attend.kv_len_N)
+        page_table, table = attend.page_table_NP, rope.cos_sin_PR
+        if page_table.dtype is not _I32 or not page_table.is_contiguous():
+            raise ValueError("a page table is int32 and contiguous")
+        if page_table.dim() != 2 or len(page_table) != sequences:
+            raise ValueError(f"{sequences} sequences, a page table of {tuple(page_table.shape)}")
+        if table.dtype is not _F32 or not table.is_contiguous():
+            raise ValueError("a rope table is float32 and contiguous")
+        who = (
+            sequences,
+            indices("row_start", attend.row_start_M, sequences + 1),
+            indices("positions", attend.positions_T, n_rows),
+            indices("kv_len", attend.kv_len_N, sequences),
+            page_table.data_ptr(),
+            page_table.shape[1],
+        )
+        slots = indices("slots", attend.slots_T, n_rows)
+        addresses = (n_rows, slots, who, table.data_ptr(), *table.shape)
+        return NativeStep(n_rows, addresses, attend, rope)
+
+    def attention(self, part: AttentionPart) -> "NativeAttention":
+        return NativeAttention(self, part)
+
+    def mlp(self, part: MlpPart) -> "NativeMlp":
+        return NativeMlp(self, part)
+
+    def stack(
+        self,
+        layers: Sequence[tuple[AttentionBlock, MlpBlock]],
+        norm_H: Tensor | None,
+        eps: float,
+    ) -> "NativeStack":
+        return NativeStack(self, layers, norm_H, eps)
+
+
+class NativeAttention:
+    def __init__(self, blocks: NativeBlocks, part: AttentionPart) -> None:
+        self.blocks, self.part = blocks, part
+        self.handle = _native.AttentionBlock(
+            part.qkv.packed,  # type: ignore[attr-defined]
+            part.out.packed,  # type: ignore[attr-defined]
+            (
+                norm_weight(part.norm_H, part.qkv.k),
+                0 if part.q_norm_D is None else norm_weight(part.q_norm_D, part.dim),
+                0 if part.k_norm_D is None else norm_weight(part.k_norm_D, part.dim),
+            ),
+            (part.heads, part.kv_heads, part.dim),
+            part.eps,
+            part.scale,
+        )
+        self._pool = KnownPools()
+
+    def whole(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        return self._run(x_TH, added_TH, kv, step, _empty(x_TH.shape))
+
+    def parts(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        out_BTH = _empty((self.part.out.row_blocks, *x_TH.shape))
+        return self._run(x_TH, added_TH, kv, step, out_BTH)
+
+    def attended(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
+    ) -> tuple[Tensor, Tensor]:
+        total_TH, stream = _stream(x_TH, added_TH, self.part.qkv.k)
+        out_TK = _empty((len(x_TH), self.part.out.k))
+        blocks, (pool,) = self.blocks, self._pool.of((kv,))
+        given = _addresses(step, x_TH)
+        _native.attend_block(
+            blocks.team, blocks.space, self.handle, given, pool, stream, out_TK.data_ptr()
+        )
+        return total_TH, out_TK
+
+    def _run(
+        self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total_TH, stream = _stream(x_TH, added_TH, self.part.qkv.k)
+        blocks, (pool,) = self.blocks, self._pool.of((kv,))
+        given, is_parts = _addresses(step, x_TH), out.dim() == 3
+        _native.attention_block(
+            blocks.team, blocks.space, self.handle, given, pool, stream, is_parts, out.data_ptr()
+        )
+        return total_TH, out
+
+
+class NativeMlp:
+    def __init__(self, blocks: NativeBlocks, part: MlpPart) -> None:
+        self.blocks, self.part = blocks, part
+        self.handle = _native.MlpBlock(
+            part.gate_up.packed,  # type: ignore[attr-defined]
+            part.down.packed,  # type: ignore[attr-defined]
+            0 if part.norm_H is None else norm_weight(part.norm_H, part.gate_up.k),
+            part.eps,
+        )
+
+    def whole(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self._run(x_TH, added_TH, _empty(x_TH.shape))
+
+    def parts(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self._run(x_TH, added_TH, _empty((self.part.down.row_blocks, *x_TH.shape)))
+
+    def gated(self, normed_TH: Tensor) -> Tensor:
+        return self._gated(normed_TH, _empty(normed_TH.shape))
+
+    def gated_parts(self, normed_TH: Tensor) -> Tensor:
+        return self._gated(normed_TH, _empty((self.part.down.row_blocks, *normed_TH.shape)))
+
+    def _run(self, x_TH: Tensor, added_TH: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        total_TH, stream = _stream(x_TH, added_TH, self.part.gate_up.k)
+        blocks, is_parts = self.blocks, out.dim() == 3
+        _native.mlp_block(
+            blocks.team, blocks.space, self.handle, len(x_TH), stream, is_parts, out.data_ptr()
+        )
+        return total_TH, out
+
+    def _gated(self, x_TH: Tensor, out: Tensor) -> Tensor:
+        part, is_parts = self.part, out.dim() == 3
+        m, k = matrix("x", x_TH)
+        _native.gated(
+            self.blocks.team,
+            part.gate_up.packed,  # type: ignore[attr-defined]
+            part.down.packed,  # type: ignore[attr-defined]
+            x_TH.data_ptr(),
+            m,
+            k,
+            out.data_ptr(),
+            is_parts,
+        )
+        return out
+
+
+class NativeStack:
+    def __init__(
+        self,
+        blocks: NativeBlocks,
+        layers: Sequence[tuple[AttentionBlock, MlpBlock]],
+        norm_H: Tensor | None,
+        eps: float,
+    ) -> None:
+        pairs = []
+        for attention, mlp in layers:
+            assert isinstance(attention, NativeAttention)
+            assert isinstance(mlp, NativeMlp)
+            pairs.append((attention, mlp))
+        self.blocks, self.hidden = blocks, pairs[0][0].part.qkv.k
+        norm = 0 if norm_H is None else norm_weight(norm_H, self.hidden)
+        handles = [(attention.handle, mlp.handle) for attention, mlp in pairs]
+        self.handle = _native.Stack(handles, norm, eps)
+        self._pools = KnownPools()
+
+    def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep) -> Tensor:
+        _, x = _rows(x_TH, self.hidden)
+        blocks, out_TH = self.blocks, _empty(x_TH.shape)
+        given, pools = _addresses(step, x_TH), self._pools.of(kv)
+        _native.run_stack(
+            blocks.team, blocks.space, self.handle, given, pools, x, out_TH.data_ptr()
+        )
+        return out_TH
+
+
+class KnownPools:
+    """What the binding takes of the pools of layers, checked again only when they are others."""
+
+    def __init__(self) -> None:
+        self._layers: tuple[KvLayer, ...] = ()
+        self._pools: tuple[Pool, ...] = ()
+
+    def of(self, kv: Sequence[KvLayer]) -> tuple[Pool, ...]:
+        known = self._layers
+        if len(kv) != len(known) or any(a is not b for a, b in zip(kv, known, strict=True)):
+            self._pools = tuple(_pool(layer) for layer in kv)
+            self._layers = tuple(kv)
+        return self._pools
+
+
+def _pool(layer: KvLayer) -> Pool:
+    k, v = layer.k_PSHD, layer.v_PSHD
+    if k.dtype is not v.dtype:
+        raise ValueError(f"k pages are {k.dtype}, v pages {v.dtype}")
+    return k.dtype is _BF16, k.data_ptr(), v.data_ptr(), pages(k), pages(v)
+
+
+def _addresses(step: BlockStep, x_TH: Tensor) -> tuple[object, ...]:
+    assert isinstance(step, NativeStep)
+    if step.n_rows != len(x_TH):
+        raise ValueError(f"{len(x_TH)} rows in a step of {step.n_rows}")
+    return step.addresses
+
+
+def _rows(x_TH: Tensor, hidden: int) -> tuple[int, int]:
+    n_rows, columns = matrix("x", x_TH)
+    if columns != hidden:
+        raise ValueError(f"x has {columns} columns, the block takes {hidden}")
+    return n_rows, x_TH.data_ptr()
+
+
+def _stream(
+    x_TH: Tensor, added_TH: Tensor | None, hidden: int
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """(x + added, which is still to be computed; the addresses of x, added and that)."""
+    _, x = _rows(x_TH, hidden)
+    if added_TH is None:
+        return x_TH, (x, 0, 0)
+    require_same("x", x_TH, "added", added_TH)
+    total_TH = _empty(x_TH.shape)
+    return total_TH, (x, added_TH.data_ptr(), total_TH.data_ptr())

@@ -1,0 +1,127 @@
+#include "aserve/block.h"
+
+#include <cstdlib>
+#include <new>
+
+#include "aserve/kv.h"
+#include "aserve/rows.h"
+#include "share.h"
+
+namespace aserve {
+
+Workspace::~Workspace() {
+  for (float* p : at_) std::free(p);
+}
+
+float* Workspace::take(Slot slot, int64_t floats) {
+  if (floats_[slot] < floats) {
+    std::free(at_[slot]);
+    floats_[slot] = 0;
+    const int64_t rounded = ceil_div(floats, 1024) * 1024;
+    at_[slot] = static_cast<float*>(
+        std::aligned_alloc(64, static_cast<size_t>(rounded) * sizeof(float)));
+    if (at_[slot] == nullptr) throw std::bad_alloc();
+    floats_[slot] = rounded;
+  }
+  return at_[slot];
+}
+
+namespace {
+
+// Normed rows; the stream moves on to x + added, where that was asked for.
+const float* norm_rows(Team& team, Workspace& space, const float* weight, float eps, int64_t rows,
+                       int64_t hidden, const Stream& stream) {
+  float* y = space.take(Workspace::normed, rows * hidden);
+  const bool adds = stream.added != nullptr;
+  rms_norm(team, {adds ? stream.added : stream.x, hidden, adds ? stream.x : nullptr, stream.total,
+                  weight, y, rows, 1, hidden, eps});
+  return y;
+}
+
+// Norms q and k, rotates them and writes k and v, row by row: a row is still in the first cache.
+void place_rows(Team& team, const AttentionBlock& b, const BlockStep& step, const KvPages& pages,
+                float* qkv) {
+  const int64_t q_len = b.heads * b.dim, kv_len = b.kv_heads * b.dim, stride = q_len + 2 * kv_len;
+  const auto norm_heads = [&](float* x, const float* weight, int64_t heads) {
+    rms_norm(team, {x, stride, nullptr, nullptr, weight, x, 1, heads, b.dim, b.eps});
+  };
+  share_rows(team, step.rows, stride, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* q = qkv + row * stride;
+      float* k = q + q_len;
+      if (b.q_norm != nullptr) {
+        norm_heads(q, b.q_norm, b.heads);
+        norm_heads(k, b.k_norm, b.kv_heads);
+      }
+      rope(team, {q, k, stride, stride, b.heads, b.kv_heads, 1, b.dim, step.rot,
+                  step.attend.positions + row, step.cos_sin});
+      const int32_t* slot = step.slots + row;
+      kv_append(team, k, stride, pages.type, pages.k, pages.k_shape, slot, 1);
+      kv_append(team, k + kv_len, stride, pages.type, pages.v, pages.v_shape, slot, 1);
+    }
+  });
+}
+
+Attention attention_call(const AttentionBlock& b, const BlockStep& step, const KvPages& pages,
+                         const float* qkv, float* out) {
+  Attention call = step.attend;
+  call.type = pages.type;
+  call.k = pages.k;
+  call.v = pages.v;
+  call.k_shape = pages.k_shape;
+  call.v_shape = pages.v_shape;
+  call.heads = b.heads;
+  call.scale = b.scale;
+  call.q = qkv;
+  call.q_stride = (b.heads + 2 * b.kv_heads) * b.dim;
+  call.out = out;
+  return call;
+}
+
+}  // namespace
+
+void attend_block(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
+                  const KvPages& pages, const Stream& stream, float* out) {
+  const float* normed =
+      norm_rows(team, space, b.norm, b.eps, step.rows, b.hidden(), stream);
+  float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
+  linear(team, *b.qkv, normed, step.rows, qkv);
+  place_rows(team, b, step, pages, qkv);
+  attention(team, attention_call(b, step, pages, qkv, out));
+}
+
+void attention_block(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
+                     const KvPages& pages, const Stream& stream, Sums sums, float* y) {
+  float* out = space.take(Workspace::attended, step.rows * b.out->k);
+  attend_block(team, space, b, step, pages, stream, out);
+  linear(team, *b.out, out, step.rows, y, sums == Sums::whole ? 0 : step.rows * b.out->n);
+}
+
+void mlp_block(Team& team, Workspace& space, const MlpBlock& b, int64_t rows, const Stream& stream,
+               Sums sums, float* y) {
+  const float* normed = norm_rows(team, space, b.norm, b.eps, rows, b.hidden(), stream);
+  gated(team, *b.gate_up, *b.down, normed, rows, y, sums == Sums::whole ? 0 : rows * b.down->n);
+}
+
+void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep& step,
+               const KvPages* pages, const float* x, float* out) {
+  const int64_t rows = step.rows, hidden = stack.layers[0].attention.hidden();
+  float* added = space.take(Workspace::added, rows * hidden);
+  float* total = space.take(Workspace::total, rows * hidden);
+  Stream stream{x, nullptr, total};
+  for (int64_t i = 0; i < stack.n; ++i) {
+    const LayerBlocks& layer = stack.layers[i];
+    attention_block(team, space, layer.attention, step, pages[i], stream, Sums::whole, added);
+    stream.added = added;
+    mlp_block(team, space, layer.mlp, rows, stream, Sums::whole, added);
+    stream.x = total;
+  }
+  if (stack.norm == nullptr) {
+    add(team, stream.x, added, out, rows * hidden);
+    return;
+  }
+  rms_norm(team,
+           {added, hidden, stream.x, total, stack.norm, out, rows, 1, hidden, stack.eps});
+}
+
+}  // namespace aserve
