@@ -37,17 +37,3 @@ def _system() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.platform(terse=True)
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time a process has used, its ended children not counted (proc(5), stat)."""
-    fields = (
-        pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    )
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident size now (proc(5), statm)."""
-    pages = pathlib.Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,8 @@
-"""aserve beside transformers and llama.cpp on the same weights: interleaved rounds, ratios.
+"""aserve beside other engines on the same weights: interleaved rounds, medians, bars.
 
-On a shared machine times vary by two; rounds in which every engine does the same load in turn make
-the ratios steady. `python -m bench.peers --json` prints the rows for programs.
+On a shared machine times vary by two; in a round every engine does the same load in turn, one at a
+time. `--json` prints {name: {decode_1, ..., prefill_512, ..., ttft_128, rss_mb}}. With `--merge
+FILE` every turn is kept: a run cut short goes on where it stopped, and peers may be run one by one.
 """
 
 import argparse
@@ -9,176 +10,192 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import statistics
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+import time
 
-from aserve.core.config import Cache
 from aserve.models import fetch
-from aserve.models.registry import load_model
-from aserve.tensor.ops import open_ops
-from bench import engines, machine
-from bench.engines import Engine, HttpEngine, Load
+from aserve.models.registry import load_spec
+from bench import machine, processes, record, tables
+from bench.engines import EngineError
+from bench.install import InstallError
+from bench.loads import REPEATS, RSS, WARM_UP, Row, rows_of
+from bench.record import Record
+from bench.starts import OURS, PEERS, Setting, Started, Variant, variants
 
-DECODE = {f"decode, {n} streams": Load(n, 128, 128) for n in (1, 8, 32)}
-PREFILL = {f"prefill {n}": Load(1, n, 1) for n in (512, 2048)}
-ROWS = DECODE | PREFILL
-# (row, peer): the least ratio aserve must reach, from the issue that set it.
-BARS = {(row, "transformers"): 1.0 for row in ROWS} | {("decode, 32 streams", "llama.cpp"): 1.0}
-PEERS = ("transformers", "llama.cpp")
-RSS_ALLOWANCE_MB = 600
-# A prefill takes a fraction of a second, and the first after another engine's turn finds that
-# engine's data in the caches: each turn takes the median of several.
-PREFILLS = 5
-# Small enough to be filled by the load, so that the resident size means something.
-KV_TOKENS = 16384
+# Threads that wait for more work by spinning take the next engine's cores: such are stopped.
+IDLE_CORES_MAX = 0.02
+IDLE_S = 0.5
 
 
-class Row(NamedTuple):
-    """Tokens per second (output for decode, prompt for prefill), medians over rounds."""
+class Comparison:
+    """The engines of one run, and the record their turns go to."""
 
-    name: str
-    tokens_per_s: dict[str, float]
-    ratios: dict[str, float]  # aserve over the peer
-    bars: dict[str, float]
+    def __init__(self, found: Record, rows: list[Row], rounds: int, file: pathlib.Path | None):
+        self.found, self.rows, self.rounds, self.file = found, rows, rounds, file
+        self.started: dict[str, Started] = {}
+
+    def save(self) -> None:
+        if self.file is not None:
+            record.save(self.file, self.found)
+
+    def start(
+        self, stack: contextlib.ExitStack, variant: Variant, setting: Setting, again: bool
+    ) -> None:
+        """Start a variant that has rows to measure; one that cannot be had is noted and left."""
+        name = variant.name
+        entry = record.open_engine(self.found, name, variant.peer, again=again)
+        if not record.missing(self.found, name, self.rows, self.rounds):
+            say(f"{name}: nothing left to measure")
+            return
+        say(f"starting {name}")
+        started_s = time.perf_counter()
+        try:
+            ready = stack.enter_context(variant.open(setting))
+            ready.engine.measure(WARM_UP)
+            idle = processes.idle_cores(ready.engine.pid, IDLE_S)
+        except (InstallError, EngineError, OSError) as error:
+            entry["failed"] = str(error)
+            say(f"{name} takes no part: {error}")
+            self.save()
+            return
+        self.started[name] = ready
+        is_paused = idle > IDLE_CORES_MAX
+        entry |= {
+            "failed": None,
+            "version": ready.version,
+            "command": list(ready.command),
+            "machine": machine.line(),
+            "start_s": round(time.perf_counter() - started_s, 1),
+            "idle_cores": round(idle, 3),
+            "is_paused": is_paused,
+        }
+        if is_paused:
+            processes.pause(ready.engine.pid)
+
+    def run(self) -> None:
+        """Round by round, row by row, engine by engine; a row that has its samples is passed by."""
+        for number in range(1, self.rounds + 1):
+            began_s = time.perf_counter()
+            for row in self.rows:
+                for name in list(self.started):
+                    if row in record.missing(self.found, name, self.rows, number):
+                        self.turn(name, row, number)
+            say(f"round {number} of {self.rounds} took {time.perf_counter() - began_s:.0f} s")
+
+    def turn(self, name: str, row: Row, number: int) -> None:
+        """One engine, one row; what fails is noted and takes no more turns."""
+        if row.kind == "rss":  # read with the decode row of most streams
+            return
+        engine = self.started[name].engine
+        entry = self.found["engines"][name]
+        samples = entry["samples"]
+        processes.resume(engine.pid)
+        try:
+            engine.measure(WARM_UP)
+            seen = [row.value(engine.measure(row.load)) for _ in range(REPEATS[row.kind])]
+        except (EngineError, OSError) as error:
+            entry["failed"] = f"in {row.name}: {error}"
+            say(f"{name} takes no more part: {entry['failed']}")
+            del self.started[name]
+            self.save()
+            return
+        value = statistics.median(seen)
+        samples.setdefault(row.name, []).append(round(value, 3))
+        if row == self.fullest():
+            resident = round(processes.resident_bytes(engine.pid) / 1e6, 1)
+            samples.setdefault(RSS, []).append(resident)
+        if entry["is_paused"]:
+            processes.pause(engine.pid)
+        say(f"round {number}: {row.name}: {name} {value:.1f} {row.unit}")
+        self.save()
+
+    def fullest(self) -> Row:
+        return max(
+            (row for row in self.rows if row.kind == "decode"), key=lambda row: row.load.streams
+        )
 
 
-def main(arguments: argparse.Namespace) -> dict[str, object]:
-    threads = arguments.threads or len(os.sched_getaffinity(0))
-    path = str(fetch.resolve(arguments.model))
+def main(given: argparse.Namespace) -> tuple[Record, list[Row]]:
+    path = fetch.resolve(given.model)
+    if given.rounds < 1:
+        raise record.RecordError("--rounds is at least 1")
+    threads = given.threads or len(os.sched_getaffinity(0))
+    setting = Setting(path, threads, load_spec(path).vocab, tuple(given.weights), say)
+    rows = rows_of(given.streams, given.scale)
+    about = {"model": given.model, "threads": threads, "scale": given.scale}
+    found = record.load(given.merge, about) if given.merge else record.new(about)
+    wanted = variants(given.peers, setting)
+    if given.without_aserve:
+        wanted = [one for one in wanted if one.peer != OURS]
+    comparison = Comparison(found, rows, given.rounds, given.merge)
     with contextlib.ExitStack() as stack:
-        started = list(start(stack, path, threads, arguments.peers))
-        speeds = rounds(started, arguments)
-        memory = resident(started[0], path)
-    return {
-        "machine": machine.line(),
-        "model": arguments.model,
-        "threads": threads,
-        "rounds": arguments.rounds,
-        "rows": [row_of(name, found)._asdict() for name, found in speeds.items()],
-        "memory": memory,
-    }
+        for variant in wanted:
+            comparison.start(stack, variant, setting, given.again)
+        comparison.run()
+        say("stopping the engines")
+    comparison.save()
+    return found, rows
 
 
-def start(
-    stack: contextlib.ExitStack, path: str, threads: int, peers: list[str]
-) -> Iterator[Engine]:
-    """aserve first: it tells how words become tokens, which llama.cpp's streams do not say."""
-    say("starting aserve")
-    flags = ("--compute.threads", str(threads), "--cache.kv_tokens", str(KV_TOKENS))
-    ours = stack.enter_context(engines.aserve_server(path, *flags))
-    yield ours
-    if "transformers" in peers:
-        say("starting transformers")
-        yield stack.enter_context(engines.transformers_worker(path, threads))
-    if "llama.cpp" in peers:
-        say("starting llama.cpp")
-        yield stack.enter_context(engines.llama_cpp_server(path, threads, ours.fit))
-
-
-def rounds(
-    started: list[Engine], arguments: argparse.Namespace
-) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by row and engine, one a round; a warm-up round is dropped."""
-    wanted = {name: load for name, load in ROWS.items() if arguments.rows in name}
-    speeds: dict[str, dict[str, list[float]]] = {
-        name: {engine.name: [] for engine in started} for name in wanted
-    }
-    for engine in started:
-        engine.measure(Load(2, 32, 8))
-    for number in range(arguments.rounds):
-        for name, load in wanted.items():
-            for engine in started:
-                speed = turn(engine, load)
-                speeds[name][engine.name].append(speed)
-                say(f"round {number + 1}: {name}: {engine.name} {speed:.1f} tokens/s")
-    return speeds
-
-
-def turn(engine: Engine, load: Load) -> float:
-    """Tokens per second: of the prompt where one token is asked for, of the output elsewhere."""
-    if load.output_len > 1:
-        seconds, _, output_tokens = engine.measure(load)
-        return output_tokens / seconds
-    found = []
-    for _ in range(PREFILLS):
-        seconds, prompt_tokens, _ = engine.measure(load)
-        # A server whose streams carry no usage was given the prompt length all the same.
-        found.append((prompt_tokens or load.streams * load.prompt_len) / seconds)
-    return statistics.median(found)
-
-
-def row_of(name: str, found: dict[str, list[float]]) -> Row:
-    medians = {engine: round(statistics.median(speeds), 1) for engine, speeds in found.items()}
-    # Of each round's own ratio: what slowed one engine in a round slowed the others too.
-    ratios = {
-        peer: round(statistics.median(map(ratio, found["aserve"], speeds)), 3)
-        for peer, speeds in found.items()
-        if peer != "aserve"
-    }
-    bars = {peer: BARS[name, peer] for peer in ratios if (name, peer) in BARS}
-    return Row(name, medians, ratios, bars)
-
-
-def ratio(ours: float, theirs: float) -> float:
-    return ours / theirs
-
-
-def resident(engine: Engine, path: str) -> dict[str, float]:
-    """Resident size after the load, beside what is allowed, in MB."""
-    assert isinstance(engine, HttpEngine)
-    used = machine.resident_bytes(engine.pid)
-    pages = engines.metrics(engine)["aserve_kv_pages"]
-    # The server does not say what its weights weigh; the same loader does.
-    model = load_model(pathlib.Path(path), dtype="auto", ops=open_ops("native", 1))
-    token_bytes = sum(len(region.layers) * region.item_bytes for region in model.regions())
-    pool = pages * Cache().page_size * token_bytes
-    return {
-        "resident_mb": round(used / 1e6),
-        "weights_mb": round(model.nbytes / 1e6),
-        "kv_pool_mb": round(pool / 1e6),
-        "allowed_mb": round((model.nbytes + pool) / 1e6 + RSS_ALLOWANCE_MB),
-    }
-
-
-def table(report: dict[str, object]) -> str:
-    """The report as Markdown."""
-    rows = report["rows"]
-    assert isinstance(rows, list)
-    names = list(rows[0]["tokens_per_s"])
-    peers = [name for name in names if name != "aserve"]
-    head = ["tokens/s", *names, *(f"aserve / {peer}" for peer in peers)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in rows:
-        cells = [row["name"], *(f"{row['tokens_per_s'][name]:.1f}" for name in names)]
-        for peer in peers:
-            bar = row["bars"].get(peer)
-            text = f"{row['ratios'][peer]:.2f}"
-            cells.append(text if bar is None else f"{text} (bar {bar:.1f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def end_on_terminate() -> None:
+    """A terminated comparison ends the engines that it started, as an interrupted one does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def names(text: str) -> list[str]:
+    """Of `a,b`; empty of nothing."""
+    return [name for name in text.split(",") if name]
+
+
+def peer_names(text: str) -> list[str]:
+    found = names(text)
+    if unknown := [name for name in found if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: know {', '.join(PEERS)}")
+    return found
+
+
+def stream_counts(text: str) -> list[int]:
+    try:
+        counts = [int(name) for name in names(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give counts like 1,8,32") from error
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give counts of at least 1")
+    return counts
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("python -m bench.peers", description=__doc__)
     made.add_argument("--model", default="smollm2", help="a GGUF file, or a name (%(default)s)")
-    made.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    made.add_argument("--peers", type=peer_names, default=list(PEERS), help=",".join(PEERS))
+    made.add_argument("--streams", type=stream_counts, default=[1, 8, 32], help="1,8,32")
+    made.add_argument(
+        "--weights", type=names, default=[], help="aserve once with each: keep,bf16,int8,q4"
+    )
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--threads", type=int, help="default: every core")
-    made.add_argument("--rows", default="", help="only rows with this in their name")
+    made.add_argument("--scale", type=float, default=1.0, help="of lengths; below 1 to try it out")
+    made.add_argument("--merge", type=pathlib.Path, metavar="FILE", help="go on with this record")
+    made.add_argument("--again", action="store_true", help="forget what FILE has of these engines")
+    made.add_argument("--without-aserve", action="store_true")
     made.add_argument("--json", action="store_true")
     return made
 
 
 if __name__ == "__main__":
-    given = parser().parse_args()
-    result = main(given)
-    shown = (
-        json.dumps(result, indent=2) if given.json else f"{result['machine']}\n\n{table(result)}"
-    )
-    print(shown)
+    asked = parser().parse_args()
+    end_on_terminate()
+    try:
+        result, measured = main(asked)
+    except record.RecordError as error:
+        sys.exit(str(error))
+    if asked.json:
+        print(json.dumps(record.summary(result, measured), indent=2))
+    else:
+        print(f"{machine.line()}\n\n{tables.whole(result, measured)}")

@@ -1,6 +1,7 @@
 """Runs every measurement and writes bench/RESULTS.md: `python -m bench.report`, best left alone.
 
 `--only peers` (or streaming, plan, kernels) renews one part and leaves the others as they stand.
+`--merge FILE` takes the peers' part from a record of `bench.peers` and measures what it lacks.
 """
 
 import argparse
@@ -13,47 +14,49 @@ from datetime import date
 
 import torch
 
-from bench import machine, peers, streaming
+from bench import loads, machine, peers, streaming, tables
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 TITLE = "# What was measured\n\nWritten by `python -m bench.report`; each part names its machine.\n"
 
 
-def peer_part(rounds: int) -> str:
-    """Decode and prefill beside other engines, and memory."""
-    found = peers.main(peers.parser().parse_args(["--rounds", str(rounds)]))
-    memory = found["memory"]
-    assert isinstance(memory, dict)
-    lines = (
-        f"SmolLM2-135M-Instruct, {found['threads']} threads, medians of {rounds} interleaved "
-        "rounds. Decode: N streams, 128 tokens in and 128 out, from the first request to the last "
-        "token. aserve and llama.cpp over HTTP, transformers in process; llama.cpp computes "
-        "the 4-bit GGUF, the others its weights in bf16.\n\n"
-        f"{peers.table(found)}\n"
-        "Resident memory after that: {resident_mb} MB; weights {weights_mb}, KV pool {kv_pool_mb}, "
-        "allowed {allowed_mb} (both and 600).\n".format(**memory)
+def peer_part(given: argparse.Namespace) -> str:
+    """Decode, prefill, first token and memory beside other engines, and the bars."""
+    asked = ["--rounds", str(given.rounds), "--weights", given.weights]
+    asked += ["--merge", str(given.merge)] if given.merge else []
+    found, rows = peers.main(peers.parser().parse_args(asked))
+    about = found["about"]
+    return (
+        f"`python -m bench.peers {' '.join(asked)}`: {about['model']}, {about['threads']} threads, "
+        f"medians of {given.rounds} interleaved rounds, one engine computing at a time. Decode: N "
+        f"streams, {loads.PROMPT_LEN} tokens in and {loads.OUTPUT_LEN} out, from the first request "
+        "to the last token; a prefill is a request for one token; the first token is that of a "
+        f"prompt of {loads.PROMPT_LEN} on an idle engine; memory is that of all its processes "
+        "after the decode row of most streams, each page of a mapped file once. aserve, llama.cpp "
+        "and vLLM over HTTP, OpenVINO and transformers in process. In brackets: the variant that "
+        "was best in the row, and least to most over the median.\n\n"
+        f"{tables.whole(found, rows)}"
     )
-    return lines
 
 
-def streaming_part(rounds: int) -> str:
-    return streaming.text(streaming.measure(rounds)) + "\n"
+def streaming_part(given: argparse.Namespace) -> str:
+    return streaming.text(streaming.measure(given.rounds)) + "\n"
 
 
-def plan_part(_rounds: int) -> str:
+def plan_part(_given: argparse.Namespace) -> str:
     return command("plan")
 
 
-def kernels_part(_rounds: int) -> str:
+def kernels_part(_given: argparse.Namespace) -> str:
     return command("kernels")
 
 
-def layouts_part(rounds: int) -> str:
-    return markdown("layouts", "--live", "thread", "process", "--rounds", str(rounds))
+def layouts_part(given: argparse.Namespace) -> str:
+    return markdown("layouts", "--live", "thread", "process", "--rounds", str(given.rounds))
 
 
-def pipeline_part(rounds: int) -> str:
-    return markdown("pipeline", "--rounds", str(rounds))
+def pipeline_part(given: argparse.Namespace) -> str:
+    return markdown("pipeline", "--rounds", str(given.rounds))
 
 
 def markdown(*arguments: str) -> str:
@@ -69,7 +72,7 @@ def command(name: str) -> str:
     return f"```\n{done.stdout.rstrip()}\n```\n"
 
 
-PARTS: dict[str, tuple[str, Callable[[int], str]]] = {
+PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
     "peers": ("Beside other engines", peer_part),
     "streaming": ("HTTP streaming", streaming_part),
     "plan": ("A step beside the model (`aserve bench plan`)", plan_part),
@@ -79,14 +82,14 @@ PARTS: dict[str, tuple[str, Callable[[int], str]]] = {
 }
 
 
-def main(only: list[str], rounds: int) -> None:
+def main(given: argparse.Namespace) -> None:
     old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
     pieces = [TITLE]
     for name, (title, make) in PARTS.items():
-        if name in only:
+        if name in given.only:
             peers.say(f"measuring: {title}")
             where = f"{machine.line()}, torch {torch.__version__}, {date.today().isoformat()}"
-            pieces.append(f"## {title}\n\n{where}\n\n{make(rounds)}")
+            pieces.append(f"## {title}\n\n{where}\n\n{make(given)}")
         elif kept := part_of(old, title):
             pieces.append(kept)
     RESULTS.write_text("\n".join(pieces), encoding="utf-8")
@@ -103,5 +106,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m bench.report", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    main(given.only, given.rounds)
+    parser.add_argument("--weights", default="", help="of aserve in the peers' part: keep,bf16")
+    parser.add_argument("--merge", type=pathlib.Path, help="a record of bench.peers")
+    main(parser.parse_args())

@@ -16,7 +16,7 @@ import time
 import trio
 
 from aserve.testing.tiny import write_tiny_model
-from bench import engines, machine
+from bench import machine, processes, starts
 
 STREAMS, REQUESTS, PROMPT_LEN, OUTPUT_LEN = 32, 96, 16, 256
 VOCAB = 300  # of the tiny model, the specials at its end left out
@@ -55,12 +55,12 @@ def serve_once(model: str) -> tuple[float, int]:
     from aserve.bench.serve import drive
     from aserve.bench.workload import Ask
 
-    with engines.aserve_server(model, *FLAGS) as engine:
+    with starts.aserve_server(model, *FLAGS) as engine:
         asks = [Ask(list(prompt), OUTPUT_LEN, 0.0) for prompt in prompts()]
         trio.run(drive, engine.server, asks[:4], STREAMS)
-        before_s = machine.cpu_s(engine.pid)
+        before_s = processes.cpu_s(engine.pid)
         seen = trio.run(drive, engine.server, asks, STREAMS)
-        spent_s = machine.cpu_s(engine.pid) - before_s
+        spent_s = processes.cpu_s(engine.pid) - before_s
     if errors := [one.error for one in seen if one.error]:
         raise RuntimeError(errors[0])
     return spent_s, sum(len(one.chunks_s) for one in seen)

@@ -1,7 +1,7 @@
-"""transformers `generate` in bf16 on a GGUF file or folder; answers loads, a line of JSON each."""
+"""transformers `generate` in bf16 on a folder; answers loads, a line of JSON each. A load of many
+streams is one batch: it has no continuous batching. `FOLDER THREADS`."""
 
 import json
-import pathlib
 import sys
 import time
 
@@ -9,37 +9,52 @@ import torch
 import transformers
 
 
-def load(path: pathlib.Path) -> transformers.PreTrainedModel:
-    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if where else path
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, local_files_only=True, **where
-    )
-    return model.eval()
+class Clock(transformers.StoppingCriteria):
+    """Sees every new token; keeps the time of the first."""
+
+    def __init__(self) -> None:
+        self.first_s = 0.0
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object
+    ) -> torch.BoolTensor:
+        self.first_s = self.first_s or time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @torch.inference_mode()
-def seconds(model: transformers.PreTrainedModel, load: dict[str, int]) -> float:
-    """Of one `generate` call over `streams` random prompts, sampling greedily, EOS held back."""
+def measure(model: transformers.PreTrainedModel, load: dict[str, int]) -> dict[str, float]:
+    """One `generate` call over `streams` random prompts, sampling greedily, EOS held back."""
     shape = (load["streams"], load["prompt_len"])
     ids = torch.randint(256, model.config.vocab_size, shape)
+    clock = Clock()
     started_s = time.perf_counter()
-    model.generate(
+    whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         min_new_tokens=load["output_len"],
         max_new_tokens=load["output_len"],
         do_sample=False,
         pad_token_id=0,
+        stopping_criteria=[clock],
     )
-    return time.perf_counter() - started_s
+    seconds = time.perf_counter() - started_s
+    return {
+        "seconds": seconds,
+        "ttft_s": clock.first_s - started_s,
+        "prompt_tokens": ids.numel(),
+        "output_tokens": whole.numel() - ids.numel(),
+    }
 
 
 def main(path: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
-    model = load(pathlib.Path(path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, local_files_only=True
+    ).eval()
+    print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps({"seconds": seconds(model, json.loads(line))}), flush=True)
+        print(json.dumps(measure(model, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
