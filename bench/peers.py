@@ -91,7 +91,8 @@ class Comparison:
         engine = self.started[name].engine
         entry = self.found["engines"][name]
         samples = entry["samples"]
-        processes.resume(engine.pid)
+        if entry["is_paused"]:
+            processes.resume(engine.pid)
         try:
             engine.measure(WARM_UP)
             seen = [row.value(engine.measure(row.load)) for _ in range(REPEATS[row.kind])]

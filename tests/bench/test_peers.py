@@ -194,6 +194,7 @@ def wait_until(is_so: object) -> None:
         os.sched_yield()
 
 
+@pytest.mark.slow
 def test_a_tree_is_paused_resumed_and_ended_whole() -> None:
     script = f"import subprocess; subprocess.run({list(SLEEP)!r})"
     with processes.child((sys.executable, "-c", script)) as process:
@@ -204,7 +205,7 @@ def test_a_tree_is_paused_resumed_and_ended_whole() -> None:
         processes.resume(process.pid)
         wait_until(lambda: "T" not in [state(one) for one in tree])
         processes.pause(process.pid)  # a paused tree ends all the same
-    assert not [one for one in tree if (processes.PROC / str(one)).exists() and state(one) != "Z"]
+    wait_until(lambda: not any((processes.PROC / str(one)).exists() for one in tree))
 
 
 SMAPS = """\
@@ -232,6 +233,7 @@ def test_a_page_of_a_file_counts_once_however_often_it_is_mapped() -> None:
     assert sorted(found.values()) == [300, 1000]
 
 
+@pytest.mark.slow
 def test_memory_of_a_tree_covers_what_it_holds(pid: int) -> None:
     wait_until(lambda: processes.resident_bytes(pid) > 3 << 20)
     hold = f"x = bytearray(64 << 20); import subprocess; subprocess.run({list(SLEEP)!r})"
