@@ -2,6 +2,7 @@
 # make test     set up with the test packages, then run everything
 # make setup    only the set-up: .venv, packages, native code; the command is .venv/bin/aserve
 # make lint     ruff and mypy
+# make cuda     the CUDA kernels, each held to its limits; needs nvcc, no GPU
 # make readme   write the generated parts of README.md
 # make clean    remove .venv and everything built
 #
@@ -18,13 +19,13 @@ BIN := .venv/bin
 # Bars when a person looks on; only errors otherwise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,-qq)
 SAY := @printf 'make: %s\n'
-NATIVE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
+NATIVE_SOURCES := setup.py $(shell find csrc -path csrc/cuda -prune -o -type f -print 2>/dev/null)
 TYPED := $(wildcard aserve/errors.py aserve/core aserve/wire aserve/planes aserve/actors aserve/api)
 
 export PIP_ROOT_USER_ACTION := ignore
 MAKEFLAGS += --no-print-directory
 
-.PHONY: help setup setup-test serve test lint readme clean
+.PHONY: help setup setup-test serve test lint cuda readme clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +44,9 @@ test: setup-test
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(TYPED)
+
+cuda: setup .venv/stamp-cuda
+	$(BIN)/python -m csrc.cuda.build --check
 
 readme: setup
 	$(BIN)/python -m tests.readme
@@ -79,4 +83,11 @@ clean:
 	$(SAY) 'installing the test packages'
 	@$(BIN)/python .ci/requirements.py test > .venv/requirements-test.txt
 	@$(PIP) -r .venv/requirements-test.txt '$(TORCH)'
+	@touch $@
+
+# Without what these packages depend on: CUTLASS is used for its headers alone.
+.venv/stamp-cuda: pyproject.toml .ci/requirements.py .venv/stamp-packages
+	$(SAY) 'installing the CUDA headers and tools'
+	@$(BIN)/python .ci/requirements.py cuda > .venv/requirements-cuda.txt
+	@$(PIP) --no-deps -r .venv/requirements-cuda.txt
 	@touch $@

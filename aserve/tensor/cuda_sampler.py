@@ -1,0 +1,177 @@
+"""`Sampler` on a GPU, and the walk that keeps what draws agree with of drafted trees."""
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aserve.core.message import NONE_LEFT, TokenLogprob
+from aserve.core.noise import draw_key
+from aserve.tensor import cuda_library as abi
+from aserve.tensor.cuda import CudaOps
+from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, SampleRow
+
+
+class CudaSampler:
+    """`sample` and `logprobs` wait for the device, for their results are Python's."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self._ops = ops
+
+    def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
+        stride, vocab = self._checked(logits_RV, len(rows))
+        told = self._draw(logits_RV, stride, vocab, rows, stops=True)
+        again = [
+            place
+            for place, (status, _) in enumerate(told)
+            if status == 2
+            and rows[place].history.generated_len < rows[place].history.sampling.min_tokens
+        ]
+        if again:  # a grammar that is complete allows only the end; it wins over min_tokens
+            some = self._draw(
+                logits_RV[again], vocab, vocab, [rows[place] for place in again], stops=False
+            )
+            for place, one in zip(again, some, strict=True):
+                told[place] = one
+        drawn = [
+            Drawn(token, error=(None, NOT_A_NUMBER, NONE_LEFT)[status]) for status, token in told
+        ]
+        for place, row in enumerate(rows):
+            asked = row.history.sampling.logprobs
+            if asked >= 0 and drawn[place].error is None:
+                here = logits_RV[place : place + 1]
+                drawn[place] = Drawn(
+                    drawn[place].token, self.logprobs(here, [drawn[place].token], asked)[0]
+                )
+        return drawn
+
+    def _draw(
+        self, logits_RV: Tensor, stride: int, vocab: int, rows: Sequence[SampleRow], *, stops: bool
+    ) -> list[tuple[int, int]]:
+        arrays = _Arrays(self._ops.device)
+        fields = (abi.DrawRow * len(rows))(*[arrays.row(row, stops=stops) for row in rows])
+        on_device = arrays.put(np.frombuffer(bytes(fields), dtype=np.uint8))
+        edited = self._ops.empty((len(rows), vocab))
+        out = self._ops.empty((2, len(rows)), torch.int32)
+        call = abi.Draw(
+            logits_RV.data_ptr(), on_device, edited.data_ptr(), out[0].data_ptr(),
+            out[1].data_ptr(), stride, vocab, len(rows),
+        )  # fmt: skip
+        self._ops.call("draw", call)
+        status, token = out.tolist()
+        return list(zip(status, token, strict=True))
+
+    def logprobs(
+        self, logits_RV: Tensor, tokens: Sequence[int], top_n: int
+    ) -> list[TokenLogprob | None]:
+        """`top_n` is at most 128."""
+        stride, vocab = self._checked(logits_RV, len(tokens))
+        top_n = min(max(top_n, 0), vocab)
+        if top_n > abi.TOP_N_MAX:
+            raise ValueError(f"{top_n} log-probabilities of a token, at most {abi.TOP_N_MAX}")
+        given = torch.tensor(tokens, dtype=torch.int32).to(self._ops.device)
+        n = len(tokens)
+        own, best = self._ops.empty((n,), torch.float64), self._ops.empty((n, top_n), torch.float64)
+        ids = self._ops.empty((n, top_n), torch.int32)
+        ok = self._ops.empty((n,), torch.int32)
+        call = abi.Logprobs(
+            logits_RV.data_ptr(), given.data_ptr(), own.data_ptr(), ids.data_ptr(),
+            best.data_ptr(), ok.data_ptr(), stride, vocab, n, top_n,
+        )  # fmt: skip
+        self._ops.call("logprobs", call)
+        rows = zip(tokens, ok.tolist(), own.tolist(), ids.tolist(), best.tolist(), strict=True)
+        return [
+            TokenLogprob(
+                token,
+                logprob,
+                tuple(pair for pair in zip(top, values, strict=True) if pair[0] >= 0),
+            )
+            if is_ok
+            else None
+            for token, is_ok, logprob, top, values in rows
+        ]
+
+    def _checked(self, logits_RV: Tensor, row_count: int) -> tuple[int, int]:
+        """Floats from a row to the next, and vocabulary."""
+        self._ops.check_here(logits_RV)
+        if logits_RV.dtype != torch.float32 or logits_RV.dim() != 2 or logits_RV.stride(1) != 1:
+            raise ValueError("logits must be float32 [rows, vocab] with adjacent columns")
+        if logits_RV.shape[0] != row_count:
+            raise ValueError(f"{logits_RV.shape[0]} rows of logits for {row_count} rows")
+        return logits_RV.stride(0), logits_RV.shape[1]
+
+
+class _Arrays:
+    """Small arrays on the device, kept until the call that reads them has been queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+
+    def put(self, x: np.ndarray | None) -> int | None:
+        if x is None or not x.size:
+            return None
+        # torch has no uint32 of every operation: bytes will do.
+        here = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8).copy()).to(self._device)
+        self._kept.append(here)
+        return here.data_ptr()
+
+    def row(self, row: SampleRow, *, stops: bool) -> ctypes.Structure:
+        history, sampling = row.history, row.history.sampling
+        seen_ids, seen = history.seen
+        banned = history.banned(stops=stops)
+        return abi.DrawRow(
+            mask=self.put(row.mask),
+            bias_ids=self.put(history.bias_ids), bias=self.put(history.bias),
+            bias_n=len(history.bias_ids),
+            seen_ids=self.put(seen_ids), seen=self.put(seen), seen_n=len(seen_ids),
+            banned=self.put(banned), banned_n=len(banned),
+            top_k=max(sampling.top_k, 0), temperature=sampling.temperature, top_p=sampling.top_p,
+            min_p=sampling.min_p, presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty, repetition=sampling.repetition_penalty,
+            key=draw_key(sampling.seed, row.position),
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """Rows `path_T[row_start[n]:][:lengths_N[n]]` of tree n stay; the rest is undefined.
+
+    `next_N` is the token drawn at the last of them. KV moves from `from_slots_T` to `to_slots_T`,
+    where these are not -1.
+    """
+
+    path_T: Tensor
+    lengths_N: Tensor
+    next_N: Tensor
+    from_slots_T: Tensor
+    to_slots_T: Tensor
+
+
+def accept(
+    ops: CudaOps, row_start_M: Tensor, parents_T: Tensor, tokens_TD: Tensor, slots_T: Tensor
+) -> Accepted:
+    """What draws keep of the trees of N sequences, all int32.
+
+    `parents_T` count from a tree's first row, whose parent is -1. `tokens_TD` [2, T]: each row's
+    own token, and what the model drew at it. `slots_T`: where each row's KV is.
+    """
+    n_rows, n_trees = len(parents_T), len(row_start_M) - 1
+    if n_trees < 0 or tokens_TD.shape != (2, n_rows) or len(slots_T) != n_rows:
+        raise ValueError(f"{n_rows} parents, tokens of {tuple(tokens_TD.shape)}")
+    for x in (row_start_M, parents_T, tokens_TD, slots_T):
+        if x.dtype is not torch.int32 or not x.is_contiguous():
+            raise ValueError("trees are contiguous int32")
+    ops.check_here(row_start_M, parents_T, tokens_TD, slots_T)
+    path, from_slots, to_slots = ops.empty((3, n_rows), torch.int32)
+    lengths, following = ops.empty((2, n_trees), torch.int32)
+    call = abi.Accept(
+        row_start_M.data_ptr(), parents_T.data_ptr(), tokens_TD[0].data_ptr(),
+        tokens_TD[1].data_ptr(), slots_T.data_ptr(), path.data_ptr(), lengths.data_ptr(),
+        following.data_ptr(), from_slots.data_ptr(), to_slots.data_ptr(), n_trees,
+    )  # fmt: skip
+    ops.call("accept", call)
+    return Accepted(path, lengths, following, from_slots, to_slots)
