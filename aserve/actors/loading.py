@@ -147,6 +147,7 @@ def load_rank(
     model = load_model(
         path,
         dtype=config.model.dtype,
+        weights=config.model.weights,
         ops=ops,
         progress=step,
         layout=config.layout,

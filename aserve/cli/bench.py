@@ -1,4 +1,4 @@
-"""`aserve bench serve|kernels|plan|layouts|pipeline`: finds the measurement and runs it."""
+"""`aserve bench serve|kernels|plan|layouts|pipeline|quality`: finds the measurement and runs it."""
 
 import argparse
 import importlib
@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "plan": "the planner's cost per step",
     "layouts": "each layout of ranks beside one rank",
     "pipeline": "how long stages wait, with fixed and with dynamic chunks",
+    "quality": "what --weights costs: the perplexity of a text with each type",
 }
 
 

@@ -17,7 +17,11 @@ from aserve.errors import ConfigError
 DOTTED = re.compile(r"--([A-Za-z][\w-]*\.[\w.-]+)(=.*)?$", re.DOTALL)
 DEST = "setting "  # a prefix no other flag's name has
 # Keys that have a short flag in every command.
-SHORT = {"ranks.live": "--ranks", "layout.numerics": "--numerics"}
+SHORT = {
+    "model.weights": "--weights",
+    "ranks.live": "--ranks",
+    "layout.numerics": "--numerics",
+}
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -15,6 +15,7 @@ class Model(Struct, frozen=True):
     path: str = "smollm2"
     name: str | None = None  # as clients call it; default: derived from path
     dtype: Literal["auto", "bf16", "float32"] = "auto"
+    weights: Literal["keep", "bf16", "int8", "q4"] = "keep"
     context_len: int | None = None
     chat_template: str | None = None  # a file with a Jinja template that replaces the model's own
     tool_parser: Literal["auto", "hermes", "none"] = "auto"

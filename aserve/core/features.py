@@ -31,6 +31,7 @@ class Feature(StrEnum):
     TOOLS = "tool calls"
     REASONING = "reasoning content"
     FLOAT32 = "float32 weights"
+    BLOCKS = "weights in blocks of 8 or 4 bits"
     TP = "tensor parallelism"
     PP = "pipeline parallelism"
     DP = "data-parallel attention"
@@ -98,6 +99,7 @@ SET_BY: dict[Feature, str] = {
     Feature.TOOLS: "request: tools; model.tool_parser",
     Feature.REASONING: "model.reasoning_parser",
     Feature.FLOAT32: "model.dtype",
+    Feature.BLOCKS: "model.weights",
     Feature.TP: "layout.tp",
     Feature.PP: "layout.pp",
     Feature.DP: "layout.dp",
@@ -134,6 +136,11 @@ RULES: tuple[Rule, ...] = (
         why="choices after the first wait for the prompt's pages and share them",
     ),
     imply(
+        Feature.FLOAT32,
+        Feature.BLOCKS,
+        why="a file's own blocks become float32 numbers; model.weights int8 and q4 make blocks",
+    ),
+    imply(
         Feature.EXACT,
         Feature.TP,
         why="partial sums of fixed blocks are added in one order, whoever holds them: one rank's "
@@ -161,6 +168,7 @@ RULES: tuple[Rule, ...] = (
 ASKED: dict[Feature, Callable[[Config], bool]] = {
     Feature.PREFIX_CACHE: lambda config: config.schedule.prefix_cache,
     Feature.FLOAT32: lambda config: config.model.dtype == "float32",
+    Feature.BLOCKS: lambda config: config.model.weights != "bf16",
     Feature.TP: lambda config: config.layout.tp > 1,
     Feature.PP: lambda config: config.layout.pp > 1,
     Feature.DP: lambda config: config.layout.dp > 1,

@@ -18,7 +18,8 @@ SECONDS_MAX = 86400.0
 KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "model.path": (None, None, "smollm2, a folder, a .gguf file or a hub name"),
     "model.name": (None, None, "what clients call the model; default: from the path"),
-    "model.dtype": (None, None, "of weights and KV"),
+    "model.dtype": (None, None, "of weights that are not in blocks, and of KV"),
+    "model.weights": (None, None, "of matrices: the file's blocks, or made so when loading"),
     "model.context_len": (1, 1 << 24, "tokens of prompt and output; default: the model's own"),
     "model.chat_template": (None, None, "a file with a Jinja template instead of the model's"),
     "model.tool_parser": (None, None, "how tool calls stand in the text"),

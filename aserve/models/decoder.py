@@ -239,7 +239,8 @@ class Model:
             self.norm = weights.vector("model.norm.weight", spec.hidden)
         if self.is_last or (self.is_first and spec.tied):
             name = TABLE if spec.tied else HEAD
-            head = Matrix(name.removesuffix(".weight"), spec.vocab, spec.hidden, VOCAB)
+            name = name.removesuffix(".weight")
+            head = Matrix(name, spec.vocab, spec.hidden, VOCAB, coarsest="int8")
             self.head = weights.linear(head)
         self.vocab_held = weights.held(VOCAB, spec.vocab)
         self.rotary = Rotary(spec, divisors)

@@ -31,7 +31,8 @@ class Mixture:
     ) -> None:
         assert spec.experts is not None
         self.spec, self.ops = spec.experts, ops
-        self.router = weights.linear(Matrix(f"{at}.gate", self.spec.count, spec.hidden))
+        router = Matrix(f"{at}.gate", self.spec.count, spec.hidden, coarsest="bf16")
+        self.router = weights.linear(router)
         sizes = (spec.hidden, self.spec.inner)
         whole = Split(0, ("ep",), units=self.spec.count)
         self.held = weights.held(whole, self.spec.count)

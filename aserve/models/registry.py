@@ -5,7 +5,7 @@ import ctypes
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from aserve.models.divide import check_layout
 from aserve.models.fetch import Progress
 from aserve.models.fused import fuse
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
+from aserve.models.weights.forms import Conversion
 from aserve.models.weights.gguf import GgufSource
 from aserve.models.weights.loader import ONE_RANK, Checklist, Reader
 from aserve.models.weights.safetensors import open_safetensors
@@ -27,8 +28,22 @@ from aserve.text.gguf_file import open_gguf
 
 __all__ = ["ARCHITECTURES", "Model", "check_layout", "load_model", "load_spec"]
 
-DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+CONVERSIONS = get_args(Conversion)
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "float32": torch.float32}
 THREADS_MAX = 4  # that dequantise while one packs
+
+
+class Types(TypedDict, total=False):
+    """`dtype` is that of KV, and of weights that are not in blocks. "auto", the default, keeps
+    float32 checkpoints as they are and makes bfloat16 of all others.
+
+    `weights` is what becomes of matrices: "keep", the default, leaves Q8_0, Q4_0, Q4_1 and Q4_K in
+    blocks, the last as Q4_1, but not where `dtype` is "float32"; "bf16" makes bfloat16 of all;
+    "int8" and "q4" make blocks of those that are larger.
+    """
+
+    dtype: Literal["auto", "bf16", "float32"]
+    weights: Conversion
 
 
 class Family(NamedTuple):
@@ -57,21 +72,21 @@ def load_spec(path: str | os.PathLike[str]) -> ModelSpec:
 def load_model(
     path: str | os.PathLike[str],
     *,
-    dtype: Literal["auto", "bf16", "float32"] = "auto",
     ops: Ops,
     progress: Progress | None = None,
     layout: Layout = ONE_RANK,
     rank: int = 0,
+    **types: Unpack[Types],
 ) -> Model:
     """Read and pack the weights of `path`. `progress` gets (bytes done, bytes in all, what).
 
-    "auto" keeps float32 checkpoints as they are and makes bfloat16 of all others. `rank` of
-    `layout` gets its share. Raises ModelError with every missing, surplus and misshapen tensor,
-    ConfigError where the model cannot be split so.
+    `rank` of `layout` gets its share. Raises ModelError with every missing, surplus and misshapen
+    tensor, ConfigError where the model cannot be split so, or for an unknown type.
     """
+    dtype, weights = _types(types)
     grid = Grid(layout)
     with _open(pathlib.Path(path)) as (config, source):
-        spec = _spec(config, source, DTYPES.get(dtype) or auto_dtype(source))
+        spec = _spec(config, source, dtype or auto_dtype(source))
         if findings := check_layout(spec, layout):
             raise ConfigError(findings)
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
@@ -79,7 +94,8 @@ def load_model(
         Model(spec, whole, ops, mlp_of, Grid(ONE_RANK), 0)
         whole.check(source)
         Model(spec, part, ops, mlp_of, grid, rank)
-        reader = Reader(source, ops, spec.dtype, layout, rank)
+        numbers = torch.bfloat16 if weights == "bf16" else spec.dtype
+        reader = Reader(source, ops, numbers, layout, rank, weights)
         threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         with reader.reading_ahead(part, threads, progress):
             model = Model(spec, reader, ops, mlp_of, grid, rank)
@@ -87,6 +103,17 @@ def load_model(
         fuse(model)
     _give_back()
     return model
+
+
+def _types(types: Types) -> tuple[torch.dtype | None, Conversion | None]:
+    """(dtype, None for the checkpoint's own; what becomes of matrices, None for no blocks)."""
+    weights, dtype = types.get("weights", "keep"), types.get("dtype", "auto")
+    for name, value, known in (("weights", weights, CONVERSIONS), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}: use one of {', '.join(known)}")
+    if weights == "bf16" and dtype == "auto":
+        return torch.bfloat16, weights
+    return DTYPES[dtype], None if (weights, dtype) == ("keep", "float32") else weights
 
 
 def _give_back() -> None:

@@ -1,5 +1,6 @@
-"""GGUF checkpoints: blocks are dequantised by the `gguf` package when a tensor is read."""
+"""GGUF checkpoints: a tensor is read as blocks, or dequantised as the `gguf` package does it."""
 
+import mmap
 from typing import NamedTuple
 
 import gguf.quants
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from aserve.errors import ModelError
 from aserve.models.weights import gguf_names
+from aserve.models.weights.blocks import KEPT, columns, q4_1_of_q4_k
 from aserve.models.weights.source import Entry, Index
 from aserve.text.gguf_file import GgufFile
 
@@ -18,6 +20,7 @@ KINDS = {
     *(Kind.F32, Kind.F16, Kind.BF16),
     *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K),
 }
+PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
 class Place(NamedTuple):
@@ -62,33 +65,59 @@ class GgufSource:
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
         place, shape = self._places[name], self.entries[name].shape
         kind = self._file.tensors[place.name].kind
-        raw = self._file.raw(place.name)
-        if place.expert is not None:
-            raw = raw[place.expert]
         if len(shape) < 2:
-            values = _values(raw, kind)
+            values = _values(self._file.raw(place.name), kind)
             if place.swapped_heads:
-                values = torch.from_numpy(_half_split(values.numpy()[:, None], place.swapped_heads))
+                values = values[_half_split(shape[0], place.swapped_heads)]
             return values.reshape(shape)[index].to(dtype)
-        if place.swapped_heads:
-            raw = _half_split(raw, place.swapped_heads)
         # A row is whole blocks, so rows are chosen before dequantising, columns after; a few rows
         # at a time, so that float32 never leaves the cache.
-        raw = raw[index[0]]
+        raw = self._rows(name, index[0])
         step = max(1, CHUNK_VALUES // shape[-1])
         out = torch.empty((len(raw), *(part.stop - part.start for part in index[1:])), dtype=dtype)
         for start in range(0, len(raw), step):
             rows = slice(start, start + step)
             out[rows] = _values(raw[rows], kind)[(slice(None), *index[1:])]
+        self._release(name)
         return out
 
+    def read_blocks(self, name: str, index: Index) -> Tensor:
+        stored = self.entries[name].kind
+        if stored not in KEPT:
+            raise ValueError(f"is {stored}, which has no blocks")
+        rows, part = index
+        raw = self._rows(name, rows)
+        blocks = q4_1_of_q4_k(raw) if stored == "Q4_K" else raw
+        blocks = np.array(columns(blocks, KEPT[stored], part), order="C")  # not of the file's pages
+        self._release(name)
+        return torch.from_numpy(blocks)
 
-def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (2i, 2i + 1) of each head become rows i and i + half."""
-    n_rows, width = rows.shape
+    def _rows(self, name: str, rows: slice) -> np.ndarray:
+        """uint8 [rows, row bytes]: of the file, or a copy where their order differs."""
+        place = self._places[name]
+        raw = self._file.raw(place.name)
+        if place.expert is not None:
+            raw = raw[place.expert]
+        if place.swapped_heads:
+            return raw[_half_split(len(raw), place.swapped_heads)[rows]]
+        return raw[rows]
+
+    def _release(self, name: str) -> None:
+        """Let go of the file's pages under a matrix: what was read of it is elsewhere by now, and
+        the next reader gets them again from the system's cache."""
+        place, n_bytes = self._places[name], self.entries[name].n_bytes
+        start = self._file.tensors[place.name].offset + (place.expert or 0) * n_bytes
+        page = start // PAGE_BYTES * PAGE_BYTES
+        if isinstance(mapped := self._file.data.base, mmap.mmap):
+            mapped.madvise(mmap.MADV_DONTNEED, page, start + n_bytes - page)
+
+
+def _half_split(n_rows: int, heads: int) -> np.ndarray:
+    """The order in which rows (2i, 2i + 1) of each head are rows i and i + half."""
+    order = np.arange(n_rows)
     if n_rows % (2 * heads):
-        return rows  # misshapen: the check of all shapes says so
-    return rows.reshape(heads, n_rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows.shape)
+        return order  # misshapen: the check of all shapes says so
+    return order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _values(raw: np.ndarray, kind: Kind) -> Tensor:

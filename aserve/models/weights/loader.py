@@ -20,6 +20,9 @@ from aserve.core.config import Layout
 from aserve.errors import ModelError
 from aserve.models.fetch import Progress
 from aserve.models.split import WHOLE, Split, bounds, slice_for
+from aserve.models.weights.blocks import BLOCK, BlockKind, row_bytes
+from aserve.models.weights.forms import Coarsest, Conversion, Group, kind_of
+from aserve.models.weights.reading import read_blocks
 from aserve.models.weights.source import Source
 from aserve.tensor.ops import Linear, Ops
 
@@ -32,13 +35,21 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """`name`.weight [n, k], with `name`.bias [n] if `bias`. Dimension 0 is the output."""
+    """`name`.weight [n, k], with `name`.bias [n] if `bias`. Dimension 0 is the output.
+
+    `coarsest` is the least that may be made of it where weights are converted.
+    """
 
     name: str
     n: int
     k: int
     split: Split = WHOLE
     bias: bool = False
+    coarsest: Coarsest = "q4"
+
+    @property
+    def weight(self) -> str:
+        return f"{self.name}.weight"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +89,8 @@ class Weights(Protocol):
         """float32 [n], the same on every rank."""
         ...
 
-    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
-        """An embedding, in the dtype of the model."""
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor | Linear:
+        """An embedding for `Ops.embed`: in the dtype of the model, or packed in blocks."""
         ...
 
     def held(self, split: Split, length: int) -> range:
@@ -92,25 +103,33 @@ class Checklist:
 
     def __init__(self, layout: Layout = ONE_RANK, rank: int = 0) -> None:
         self.expected: dict[str, tuple[tuple[int, ...], Split]] = {}
+        self.groups: list[Group] = []
         self._layout = layout
         self._rank = rank
 
     def linear(self, *parts: Matrix) -> Linear:
-        for part in parts:
-            self._note(f"{part.name}.weight", (part.n, part.k), part.split)
-            if part.bias:
-                self._note(f"{part.name}.bias", (part.n,), _bias_split(part.split))
-        return None  # type: ignore[return-value]
+        return self._linear(parts, 1)
 
     def row_parallel(self, part: Matrix, row_blocks: int) -> RowParallel:
-        return RowParallel(self.linear(part), None, False)
+        return RowParallel(self._linear((part,), row_blocks), None, False)
+
+    def _linear(self, parts: tuple[Matrix, ...], row_blocks: int) -> Linear:
+        for part in parts:
+            self._note(part.weight, (part.n, part.k), part.split)
+            if part.bias:
+                self._note(f"{part.name}.bias", (part.n,), _bias_split(part.split))
+        names = tuple(part.weight for part in parts)
+        first = parts[0]
+        self.groups.append(Group(names, first.k, first.split, row_blocks, first.coarsest))
+        return None  # type: ignore[return-value]
 
     def vector(self, name: str, n: int) -> Tensor:
         self._note(name, (n,), WHOLE)
         return None  # type: ignore[return-value]
 
-    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor | Linear:
         self._note(name, (rows, columns), split)
+        self.groups.append(Group((name,), columns, split, coarsest="int8"))
         return None  # type: ignore[return-value]
 
     def held(self, split: Split, length: int) -> range:
@@ -160,15 +179,25 @@ def _bias_split(split: Split) -> Split:
 
 
 class Reader:
-    """Reads, slices, converts and packs. Worker threads dequantise ahead of the caller."""
+    """Reads, slices, converts and packs. Worker threads read and convert ahead of the caller."""
 
-    def __init__(self, source: Source, ops: Ops, dtype: torch.dtype, layout: Layout, rank: int):
+    def __init__(
+        self,
+        source: Source,
+        ops: Ops,
+        dtype: torch.dtype,
+        layout: Layout,
+        rank: int,
+        weights: Conversion | None = "keep",
+    ) -> None:
         self.nbytes = 0  # held in memory so far
         self._source = source
         self._ops = ops
         self._dtype = dtype
         self._layout = layout
         self._rank = rank
+        self._weights = weights
+        self._kinds: dict[str, BlockKind] = {}  # of what is held in blocks
         self._ahead: dict[str, Future[Tensor]] = {}
         self._queue: collections.deque[str] = collections.deque()
         self._expected: dict[str, tuple[tuple[int, ...], Split]] = {}
@@ -183,6 +212,10 @@ class Reader:
         """Within this, `checklist`'s tensors are read by `threads` before they are asked for."""
         self._expected = checklist.expected
         self._queue.extend(checklist.expected)
+        for group in checklist.groups:
+            types = [self._source.entries[name].kind for name in group.names]
+            if kind := kind_of(group, types, self._weights, self._layout):
+                self._kinds.update(dict.fromkeys(group.names, kind))
         total = sum(self._source.entries[name].n_bytes for name in checklist.expected)
         done = 0
 
@@ -202,37 +235,44 @@ class Reader:
                 self._queue.clear()
 
     def linear(self, *parts: Matrix) -> Linear:
-        weights = [self._read(f"{part.name}.weight") for part in parts]
+        weights = [self._read(part.weight) for part in parts]
         bias = None
         if any(part.bias for part in parts):
             rows = zip(parts, weights, strict=True)
             biases = [self._bias(part) if part.bias else torch.zeros(len(w)) for part, w in rows]
             bias = torch.cat(biases)
-        return self._pack(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return self._pack(parts[0].weight, whole, bias)
 
     def row_parallel(self, part: Matrix, row_blocks: int) -> RowParallel:
         assert part.split.dim == 1, part
-        weight = self._read(f"{part.name}.weight")
+        weight = self._read(part.weight)
         bias = self._bias(part) if part.bias else None
         if not part.split.is_cut(self._layout):
-            return RowParallel(self._pack(weight, bias, row_blocks), None, False)
+            return RowParallel(self._pack(part.weight, weight, bias, row_blocks), None, False)
         blocks = 1  # in fast numerics a rank adds up what it has before it is sent
         if self._layout.numerics == "exact":
             whole = dataclasses.replace(part.split, units=row_blocks)
             blocks = len(self.held(whole, row_blocks))
         kept = None if bias is None else self._keep(bias)
-        return RowParallel(self._pack(weight, None, blocks), kept, True)
+        return RowParallel(self._pack(part.weight, weight, None, blocks), kept, True)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, row_blocks: int = 1) -> Linear:
-        linear = self._ops.pack(weight.contiguous(), bias, row_blocks)
+    def _pack(self, name: str, weight: Tensor, bias: Tensor | None, row_blocks: int = 1) -> Linear:
+        """`weight` as it was read; tensor `name` is one of those in it."""
+        if kind := self._kinds.get(name):
+            k = weight.shape[1] // row_bytes(kind, BLOCK) * BLOCK
+            linear = self._ops.pack_blocks(weight, kind, k, bias, row_blocks)
+        else:
+            linear = self._ops.pack(weight.contiguous(), bias, row_blocks)
         self.nbytes += linear.nbytes
         return linear
 
     def vector(self, name: str, n: int) -> Tensor:
         return self._keep(self._read(name).clone())
 
-    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor:
-        return self._keep(self._read(name).clone())
+    def table(self, name: str, rows: int, columns: int, split: Split) -> Tensor | Linear:
+        table = self._read(name)
+        return self._pack(name, table, None) if name in self._kinds else self._keep(table.clone())
 
     def held(self, split: Split, length: int) -> range:
         return range(*bounds(split, length, self._layout, self._rank))
@@ -259,9 +299,15 @@ class Reader:
             self._ahead_bytes += self._size(name)
 
     def _size(self, name: str) -> int:
-        return math.prod(self._expected[name][0]) * self._dtype.itemsize
+        shape = self._expected[name][0]
+        if kind := self._kinds.get(name):
+            return shape[0] * row_bytes(kind, shape[1])
+        return math.prod(shape) * self._dtype.itemsize
 
     def _convert(self, name: str) -> Tensor:
         shape, split = self._expected[name]
+        index = slice_for(split, shape, self._layout, self._rank)
+        if kind := self._kinds.get(name):
+            return read_blocks(self._source, name, index, kind)
         dtype = torch.float32 if len(shape) == 1 else self._dtype
-        return self._source.read(name, slice_for(split, shape, self._layout, self._rank), dtype)
+        return self._source.read(name, index, dtype)

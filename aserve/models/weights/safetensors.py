@@ -46,6 +46,9 @@ class SafetensorsSource:
         tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
         return tensor.to(dtype)
 
+    def read_blocks(self, name: str, index: Index) -> Tensor:
+        raise ValueError(f"{name!r} is {self.entries[name].kind}, which has no blocks")
+
 
 @contextlib.contextmanager
 def open_safetensors(folder: pathlib.Path) -> Iterator[SafetensorsSource]:

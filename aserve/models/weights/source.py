@@ -32,6 +32,11 @@ class Source(Protocol):
         """That part of a tensor, rounded to bfloat16 or as float32."""
         ...
 
+    def read_blocks(self, name: str, index: Index) -> Tensor:
+        """That part of a matrix whose type is in `blocks.KEPT`, as uint8 [rows, row bytes] of the
+        kind that says; columns at multiples of 32. Raises ValueError for one of another type."""
+        ...
+
 
 def auto_dtype(source: Source) -> torch.dtype:
     """float32 if every matrix is float32 on disk, else bfloat16 (norms are often kept float32)."""
