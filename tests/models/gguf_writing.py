@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -18,26 +19,29 @@ ARCHES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
-F32 = gguf.GGMLQuantizationType.F32
+Kind = gguf.GGMLQuantizationType
+F32 = Kind.F32
 
 
 def write_gguf(
     model: Any,
     path: pathlib.Path,
-    kind: gguf.GGMLQuantizationType = F32,
+    kind: Kind | Callable[[str], Kind] = F32,
     *,
     stacked_experts: bool = True,
     extra: dict[str, np.ndarray] | None = None,
 ) -> pathlib.Path:
-    """Matrices as `kind`, vectors as float32. `extra` adds or replaces tensors by GGUF name."""
+    """Matrices as `kind` (which may depend on the GGUF name), vectors as float32. `extra` adds or
+    replaces tensors by GGUF name."""
     config = model.config
     arch = ARCHES[config.model_type]
     writer = gguf.GGUFWriter(path, arch)
     _metadata(writer, config)
     tensors = _tensors(model, arch, stacked_experts) | (extra or {})
     for name, values in tensors.items():
-        if values.ndim > 1 and kind != F32:
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        own = kind if isinstance(kind, Kind) else kind(name)
+        if values.ndim > 1 and own != F32:
+            writer.add_tensor(name, quantised(values, own), raw_dtype=own)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -45,6 +49,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """uint8 [..., row bytes]: as `gguf.quantize`, which does not know Q4_K."""
+    if kind != Kind.Q4_K:
+        return gguf.quantize(values, kind)
+    parts = values.reshape(-1, 8, 32)
+    least = np.maximum(0, -parts.min(-1))
+    step = (parts.max(-1) + least) / 15
+    d, dmin = (np.float16(x.max(-1, keepdims=True) / 63) for x in (step, least))
+    sc, mn = (np.rint(x / y.astype(np.float32)) for x, y in ((step, d), (least, dmin)))
+    q = (parts + (dmin * mn)[..., None]) / np.maximum(d * sc, 1e-9)[..., None]
+    q, sc, mn = (x.astype(np.uint8) for x in (np.clip(np.rint(q), 0, 15), sc, mn))
+    scales = [sc[:, :4] | sc[:, 4:] >> 4 << 6, mn[:, :4] | mn[:, 4:] >> 4 << 6]
+    scales.append(sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4)
+    halves = [np.ascontiguousarray(x).view(np.uint8) for x in (d, dmin)]
+    nibbles = (q[:, 0::2] | q[:, 1::2] << 4).reshape(len(q), 128)
+    return np.concatenate([*halves, *scales, nibbles], axis=1).reshape(*values.shape[:-1], -1)
 
 
 def _metadata(writer: gguf.GGUFWriter, config: Any) -> None:

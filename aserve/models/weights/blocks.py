@@ -1,12 +1,11 @@
 """Blocks of 32 quantised values, the layouts of ggml that `Ops.pack_blocks` takes, and what becomes
 them without loss of quants. A matrix in blocks is uint8 [rows, row bytes]."""
 
-from typing import Literal
-
 import numpy as np
 from gguf.quants import Q4_K
 
-BlockKind = Literal["Q8_0", "Q4_0", "Q4_1"]
+from aserve.tensor.ops import BlockKind
+
 BLOCK = 32  # values
 BLOCK_BYTES: dict[BlockKind, int] = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 # What the types of a GGUF file that are kept in blocks become.

@@ -8,7 +8,8 @@ from typing import Literal
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.models.split import Split, bounds
-from aserve.models.weights.blocks import BLOCK, BLOCK_BYTES, FOUR_BITS, KEPT, BlockKind
+from aserve.models.weights.blocks import BLOCK, BLOCK_BYTES, FOUR_BITS, KEPT
+from aserve.tensor.ops import BlockKind
 
 Conversion = Literal["keep", "bf16", "int8", "q4"]
 Coarsest = Literal["bf16", "int8", "q4"]

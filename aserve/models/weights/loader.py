@@ -20,11 +20,11 @@ from aserve.core.config import Layout
 from aserve.errors import ModelError
 from aserve.models.fetch import Progress
 from aserve.models.split import WHOLE, Split, bounds, slice_for
-from aserve.models.weights.blocks import BLOCK, BlockKind, row_bytes
+from aserve.models.weights.blocks import BLOCK, row_bytes
 from aserve.models.weights.forms import Coarsest, Conversion, Group, kind_of
 from aserve.models.weights.reading import read_blocks
 from aserve.models.weights.source import Source
-from aserve.tensor.ops import Linear, Ops
+from aserve.tensor.ops import BlockKind, Linear, Ops
 
 LISTED_MAX = 12  # of each sort of finding
 ONE_RANK = Layout()

@@ -18,7 +18,8 @@ def to_q8_0(values_NK: np.ndarray) -> np.ndarray:
     """float32 [n, k] to uint8 [n, row bytes].
 
     d is the least float16 of at least max |x| / 127; q is x * (1 / d) in float32, rounded half to
-    even: no value moves by more than d / 2. Raises ValueError for values that are not finite, or are too large.
+    even: no value moves by more than d / 2. Raises ValueError for values that are not finite, or
+    are too large.
     """
     x = _blocks(values_NK)
     scale = _up(np.abs(x).max(1) / F32(MOST_8))

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from aserve.errors import ModelError
-from aserve.models.weights.blocks import KEPT, BlockKind, q4_1_of_q4_0, row_bytes
+from aserve.models.weights.blocks import KEPT, q4_1_of_q4_0, row_bytes
 from aserve.models.weights.quantise import to_q4_1, to_q8_0
 from aserve.models.weights.source import Index, Source
+from aserve.tensor.ops import BlockKind
 
 CHUNK_VALUES = 1 << 15  # float32 of these and what is made of them stay in the cache
 
