@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     imply(
         Feature.FLOAT32,
         Feature.BLOCKS,
-        why="a file's own blocks become float32 numbers; model.weights int8 and q4 make blocks",
+        why="a file's own blocks become float32 numbers; those that int8 and q4 ask for do not",
     ),
     imply(
         Feature.EXACT,
