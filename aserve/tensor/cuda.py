@@ -112,7 +112,9 @@ class CudaOps:
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, CudaLinear)
         parts = self._parts(x_TK, weight)
-        return self._sum(parts, weight, weight.bias_N)
+        if weight.row_blocks == 1 and weight.bias_N is None and parts.shape[2] == weight.n:
+            return parts[0]
+        return self._sum(parts, weight)
 
     def linear_parts(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, CudaLinear)
@@ -141,15 +143,14 @@ class CudaOps:
         self.call("gemm", call)
         return parts
 
-    def _sum(self, parts: Tensor, weight: CudaLinear, bias_N: Tensor | None) -> Tensor:
+    def _sum(self, parts: Tensor, weight: CudaLinear) -> Tensor:
         blocks, rows, n_pad = parts.shape
         y = self.empty((rows, weight.n))
-        self.call(
-            "sum_parts",
-            abi.Sum(
-                parts.data_ptr(), _address(bias_N), y.data_ptr(), rows, weight.n, n_pad, blocks
-            ),
-        )
+        call = abi.Sum(
+            parts=parts.data_ptr(), bias=_address(weight.bias_N), y=y.data_ptr(),
+            m=rows, n=weight.n, n_pad=n_pad, blocks=blocks,
+        )  # fmt: skip
+        self.call("sum_parts", call)
         return y
 
     def embed(self, table_VH: Tensor | LinearProtocol, ids_T: Tensor) -> Tensor:

@@ -109,6 +109,10 @@ class CudaError(RuntimeError):
     """A kernel was not queued, or a call before it failed: the device's state is lost."""
 
 
+class NoDevice(ConfigError):
+    """The library is there and no GPU that its kernels are for."""
+
+
 class Library:
     """The functions of one library file. OSError if it cannot be loaded."""
 
@@ -172,9 +176,9 @@ def open_library(path: pathlib.Path = PATH) -> Library:
     except OSError as error:
         raise ConfigError(f"the CUDA kernels do not load: {error}") from error
     if (count := library.devices) <= 0:
-        raise ConfigError(f"no CUDA device: {library.error(-count)} ({-count})")
+        raise NoDevice(f"no CUDA device: {library.error(-count)} ({-count})")
     capability = library.capability
     if capability != 90 and capability // 10 != 8:
         major, minor = divmod(capability, 10)
-        raise ConfigError(f"the CUDA kernels are for 8.x and 9.0, this device is {major}.{minor}")
+        raise NoDevice(f"the CUDA kernels are for 8.x and 9.0, this device is {major}.{minor}")
     return library

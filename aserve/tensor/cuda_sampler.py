@@ -22,8 +22,7 @@ class CudaSampler:
         self._ops = ops
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
-        stride, vocab = self._checked(logits_RV, len(rows))
-        told = self._draw(logits_RV, stride, vocab, rows, stops=True)
+        told = self._draw(logits_RV, rows, stops=True)
         again = [
             place
             for place, (status, _) in enumerate(told)
@@ -31,9 +30,7 @@ class CudaSampler:
             and rows[place].history.generated_len < rows[place].history.sampling.min_tokens
         ]
         if again:  # a grammar that is complete allows only the end; it wins over min_tokens
-            some = self._draw(
-                logits_RV[again], vocab, vocab, [rows[place] for place in again], stops=False
-            )
+            some = self._draw(logits_RV[again], [rows[place] for place in again], stops=False)
             for place, one in zip(again, some, strict=True):
                 told[place] = one
         drawn = [
@@ -48,20 +45,29 @@ class CudaSampler:
                 )
         return drawn
 
-    def _draw(
-        self, logits_RV: Tensor, stride: int, vocab: int, rows: Sequence[SampleRow], *, stops: bool
-    ) -> list[tuple[int, int]]:
+    def prepare(
+        self, logits_RV: Tensor, rows: Sequence[SampleRow], *, stops: bool = True
+    ) -> "Prepared":
+        """What the kernel reads, on the device; with `stops` stop ids that come too early are
+        banned."""
+        stride, vocab = self._checked(logits_RV, len(rows))
         arrays = _Arrays(self._ops.device)
         fields = (abi.DrawRow * len(rows))(*[arrays.row(row, stops=stops) for row in rows])
         on_device = arrays.put(np.frombuffer(bytes(fields), dtype=np.uint8))
         edited = self._ops.empty((len(rows), vocab))
-        out = self._ops.empty((2, len(rows)), torch.int32)
+        told = self._ops.empty((2, len(rows)), torch.int32)
         call = abi.Draw(
-            logits_RV.data_ptr(), on_device, edited.data_ptr(), out[0].data_ptr(),
-            out[1].data_ptr(), stride, vocab, len(rows),
+            logits_RV.data_ptr(), on_device, edited.data_ptr(), told[0].data_ptr(),
+            told[1].data_ptr(), stride, vocab, len(rows),
         )  # fmt: skip
-        self._ops.call("draw", call)
-        status, token = out.tolist()
+        return Prepared(call, told, (arrays, edited))
+
+    def _draw(
+        self, logits_RV: Tensor, rows: Sequence[SampleRow], *, stops: bool
+    ) -> list[tuple[int, int]]:
+        prepared = self.prepare(logits_RV, rows, stops=stops)
+        self._ops.call("draw", prepared.call)
+        status, token = prepared.told_2R.tolist()
         return list(zip(status, token, strict=True))
 
     def logprobs(
@@ -102,6 +108,15 @@ class CudaSampler:
         if logits_RV.shape[0] != row_count:
             raise ValueError(f"{logits_RV.shape[0]} rows of logits for {row_count} rows")
         return logits_RV.stride(0), logits_RV.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call of `draw` and the status and token [2, rows] it writes; keeps what the call reads."""
+
+    call: ctypes.Structure
+    told_2R: Tensor
+    kept: tuple[object, ...]
 
 
 class _Arrays:
