@@ -50,14 +50,56 @@ class ShortSwitches:
 
 SHORT_SWITCHES = ShortSwitches()
 
-_Job = tuple[Callable[[], Any], trio.lowlevel.Task]
+
+class Job:
+    """A function on its way through the thread. Whoever posts it waits for it, or abandons it."""
+
+    def __init__(self, thread: "ComputeThread", run: Callable[[], Any]) -> None:
+        self._thread = thread
+        self._run: Callable[[], Any] | None = run
+        self._waiter: trio.lowlevel.Task | None = None
+        self._result: outcome.Outcome[Any] | None = None
+
+    async def wait(self) -> Any:
+        """The function's result. Cancellation is delivered when it has ended."""
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self._thread.cancelled = True
+            return trio.lowlevel.Abort.FAILED
+
+        return await self._ended(abort)
+
+    async def abandon(self) -> None:
+        """Nobody wants the result any more: if it has not begun it never will, else wait it out."""
+        self._run = None
+        await outcome.acapture(self._ended, lambda _raise_cancel: trio.lowlevel.Abort.FAILED)
+
+    async def _ended(self, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:
+        if self._result is None:
+            self._waiter = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        assert self._result is not None
+        return self._result.unwrap()
+
+    def run(self) -> None:
+        """On the thread."""
+        run, self._run = self._run, None
+        if run is None:
+            self._result = outcome.Value(None)
+            return
+        self._result = outcome.capture(run)
+
+    def tell(self) -> None:
+        """On the event loop, when it has run."""
+        if self._waiter is not None:
+            trio.lowlevel.reschedule(self._waiter)
 
 
 class ComputeThread:
     """Call it to run a function on the thread; `cancelled` says that the waiter gave up."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
         # A daemon, so that an interpreter which ends with a forgotten engine reaches its atexit
         # hooks; open_compute_thread joins it in every other case.
@@ -65,25 +107,23 @@ class ComputeThread:
         self._thread.start()
         self.cancelled = False
 
+    def post(self, function: Callable[..., Any], *args: Any) -> Job:
+        """`function(*args)` on the thread, right behind what was posted before."""
+        job = Job(self, lambda: function(*args))
+        self._jobs.put(job)
+        return job
+
     async def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """`function(*args)` on the thread. Cancellation is delivered when the job has ended."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        self._jobs.put((lambda: function(*args), trio.lowlevel.current_task()))
-
-        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
-            self.cancelled = True
-            return trio.lowlevel.Abort.FAILED
-
-        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        result: T = await self.post(function, *args).wait()
         return result
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, task = job
-            result = outcome.capture(function)
-            del function, job
-            self._token.run_sync_soon(trio.lowlevel.reschedule, task, result)
-            del task, result
+            job.run()
+            self._token.run_sync_soon(job.tell)
+            del job
 
     def join(self) -> None:
         """The thread is idle (every caller has waited for its job), so this returns at once."""

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from aserve.core.config import Config
+from aserve.core.depth import depth_of
 from aserve.core.layout import Grid
 from aserve.planes.request import LeaderEnd
 from aserve.text.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def live_of(config: Config) -> Live:
 
 def in_flight_max(config: Config) -> int:
     """Plans that may be unanswered: one a stage, and those that overlap."""
-    return config.layout.pp + config.schedule.overlap
+    return depth_of(config.layout, config.schedule).in_flight_max
 
 
 def threads_each(threads: int, n_ranks: int) -> tuple[int, ...]:

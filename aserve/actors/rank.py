@@ -1,14 +1,18 @@
 """A rank's loop. There is one; what a rank does is in the plans."""
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import trio
 
+from aserve.actors.launch import most_telling
 from aserve.core.message import RankState, StepPlan, StepReport
 
 IDLE = "waiting for a plan"
+TURNS_MAX = 2  # plans taken up at once: one is computed, the next one follows without a pause
 
 Work = TypeVar("Work")
 Outward = TypeVar("Outward")
@@ -21,7 +25,10 @@ class RankRunner(Protocol[Work, Outward]):
     what comes from the stage before), an `Outward` has `bundle` (what goes to the next).
     """
 
-    def apply(self, plan: StepPlan) -> Work: ...
+    def apply(self, plan: StepPlan) -> Work:
+        """May come while an earlier `forward` computes: the work brings what that one changes."""
+        ...
+
     def forward(self, work: Work, inward: Any) -> Outward: ...
     def report(self, plan: StepPlan, outward: Outward) -> StepReport: ...
 
@@ -64,6 +71,29 @@ class Watch:
         return f"{self.doing}, for {trio.current_time() - self.since:.1f} s"
 
 
+class Later:
+    """A job of a `compute` that begins nothing ahead: it begins when it is waited for."""
+
+    def __init__(self, compute: Callable[..., Awaitable[Any]], *call: Any) -> None:
+        self._compute = compute
+        self._call = call
+
+    async def wait(self) -> Any:
+        return await self._compute(*self._call)
+
+    async def abandon(self) -> None:
+        """It has not begun."""
+
+
+class Turn(NamedTuple):
+    """A plan that was taken up: what is computed for it, and how long the rank waited for it."""
+
+    plan: StepPlan
+    work: Any
+    job: Any
+    posted_at: float
+
+
 async def run_rank(
     runner: RankRunner[Work, Outward],
     plane: Follower,
@@ -71,31 +101,102 @@ async def run_rank(
     compute: Callable[..., Awaitable[Outward]],
     watch: Watch | None = None,
 ) -> None:
-    """Obey plans until there are no more."""
-    watch = watch or Watch()
-    watch.now(IDLE)
-    reported_at = trio.current_time()
-    async for plan in plane.plans:
-        watch.step = plan.step
-        work: Any = runner.apply(plan)
-        inward = None
-        if hidden.has_previous:
-            watch.now("waiting for the stage before")
-            inward = await hidden.receive(work.step, work.inward)
-        waited_s = trio.current_time() - reported_at
-        watch.now("computing")
-        outward: Any = await compute(runner.forward, work, inward)
-        if hidden.has_next:
-            watch.now("sending to the next stage")
-            await hidden.send(work.step, outward.bundle)
-        watch.now("reporting")
-        report = runner.report(plan, outward)
-        watch.digest = report.digest
-        watch.waited_micros = round(waited_s * 1e6)
-        await plane.report(msgspec.structs.replace(report, waited_micros=watch.waited_micros))
-        reported_at = trio.current_time()
+    """Obey plans until there are no more.
+
+    A plan is taken up while the one before is computed, and goes to the compute thread at once:
+    from step to step the thread waits for nobody. Where stages wait for each other, they take up
+    one plan at a time.
+    """
+    rank = _Rank(runner, plane, hidden, compute, watch or Watch())
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rank.take_up)
+            await rank.answer()
+    except ExceptionGroup as group:
+        raise most_telling(group) from None
+    finally:
+        await rank.abandon()
+
+
+class _Rank:
+    def __init__(
+        self, runner: Any, plane: Follower, hidden: Hidden, compute: Any, watch: Watch
+    ) -> None:
+        self._runner = runner
+        self._plane = plane
+        self._hidden = hidden
+        self._post: Callable[..., Any] = getattr(compute, "post", partial(Later, compute))
+        self._watch = watch
+        alone = not (hidden.has_previous or hidden.has_next)
+        self._turns_free = trio.Semaphore(TURNS_MAX if alone else 1)
+        self._turns: deque[Turn] = deque()  # in order; the first is computed
+        self._news = trio.Event()  # of a turn, or of the end of plans
+        self._ended = False
+        self._failed = False
         watch.now(IDLE)
-    await trio.lowlevel.checkpoint()
+
+    async def take_up(self) -> None:
+        hidden, watch = self._hidden, self._watch
+        async for plan in self._plane.plans:
+            await self._turns_free.acquire()
+            watch.step = plan.step
+            work: Any = self._runner.apply(plan)
+            inward = None
+            if hidden.has_previous:
+                watch.now("waiting for the stage before")
+                inward = await hidden.receive(work.step, work.inward)
+            job = self._post(self._forward, work, inward)
+            self._turns.append(Turn(plan, work, job, trio.current_time()))
+            self._news.set()
+        self._ended = True
+        self._news.set()
+
+    def _forward(self, work: Any, inward: Any) -> Any:
+        """Where a step failed, none of those behind it may meet peers."""
+        if self._failed:
+            return None
+        try:
+            return self._runner.forward(work, inward)
+        except BaseException:
+            self._failed = True
+            raise
+
+    async def answer(self) -> None:
+        """Report on each plan that was taken up."""
+        hidden, watch, runner = self._hidden, self._watch, self._runner
+        reported_at = trio.current_time()
+        while await self._wait_turn():
+            turn = self._turns[0]
+            watch.now("computing")
+            outward = await turn.job.wait()
+            self._turns.popleft()
+            if hidden.has_next:
+                watch.now("sending to the next stage")
+                await hidden.send(turn.work.step, outward.bundle)
+            watch.now("reporting")
+            report = runner.report(turn.plan, outward)
+            watch.digest = report.digest
+            waited_s = max(0.0, turn.posted_at - reported_at)
+            watch.waited_micros = round(waited_s * 1e6)
+            report = msgspec.structs.replace(report, waited_micros=watch.waited_micros)
+            await self._plane.report(report)
+            reported_at = trio.current_time()
+            self._turns_free.release()
+            watch.now(IDLE)
+
+    async def _wait_turn(self) -> bool:
+        """Until there is one; False: there are no more."""
+        while not self._turns and not self._ended:
+            self._news = trio.Event()
+            await self._news.wait()
+        return bool(self._turns)
+
+    async def abandon(self) -> None:
+        """What was taken up and not computed never will be."""
+        self._failed = True
+        with trio.CancelScope(shield=True):
+            for turn in self._turns:
+                await turn.job.abandon()
 
 
 def state_of(rank: int, watch: Watch, runner: Any, layer: Any) -> RankState:

@@ -43,12 +43,31 @@ that runs alone fits the pool, since `add` refused what could not: hence no dead
 retraction is paid for with a token that somebody draws: hence no endless dance
 (`Composer._make_room`).
 
-Microbatches. Up to `in_flight_max` = pp + overlap plans are unanswered. A sequence that only
-prefills belongs to its group, and goes with whichever step has rows for it; with its last chunk it
-joins a microbatch, one with less than its even share, and is from then on in one unanswered plan
-at most. Its `Commit` comes in that microbatch's next plan, where there is news: a chunk that draws
-nothing was what everybody expected. If it left, its last commit and its drop come in the next plan
-of all, before its pages can be reused.
+Microbatches. Up to pp + overlap plans are unanswered (`depth`). A sequence that only prefills
+belongs to its group, and goes with whichever step has rows for it; with its last chunk it joins a
+microbatch, one with less than its even share. Its `Commit` comes in that microbatch's next plan,
+where there is news: a chunk that draws nothing was what everybody expected. If it left, its last
+commits and its drop come in the next plan of all, before its pages can be reused.
+
+Lag. Values may lag, shapes may not. With one stage there is one microbatch, and up to `overlap`
+plans of it lie behind the one being computed: all that Python does for a step hides behind a step.
+
+    plan s       Rows(seq, start=7, tokens=(42,))            draws t
+    plan s + 1   Rows(seq, start=8, tokens=(LAGGING,))       before the report of s: t is filled in
+    plan s + 2   Commit(seq, (0,), (t,)), Rows(seq, start=9, tokens=(LAGGING,))
+
+Position, slot, page and whether it draws are known, so all ranks and both ledgers count a lagging
+row like any other; noise and rules go by position. The rank that draws for a group remembers its
+last token of each sequence, moves penalties and grammar on by it, checks the commit that comes
+later against it, and tells the other ranks of the stage in one gather that the plan announces.
+`Commit`s come in order, `n_drawing` are on their way. A draw that must be the last (`max_tokens`)
+has no row behind it. An end that nobody foresaw (a stop id or string, an abort, an error) has one
+too many in flight: its sequence is FINISHED when it is reported, so its result goes nowhere, its
+row counts as not computed and stays out of the cache, and its pages are held like those of any
+rows in flight. A lagging row is a bonus: nobody is retracted for its page, or goes without one,
+and who yields has none planned. With several stages nothing lags: the first would have to wait for
+what the last one draws, while another microbatch fills that time with work. Nor does who drafts:
+the shape of its next rows is not known.
 
 Trees. A result may bring a draft, the next tree below the token just drawn. It is planned as rows
 with parents, in slots `kv_len` and after; its result is the accepted path, and the commit of that
@@ -65,7 +84,8 @@ a report that cannot be. Results are checked against the rows that were planned 
 moves.
 
 New ranks. When ranks die, all are replaced, and `reset` takes the planner back to what clients have
-been told: known tokens. All who ran wait again; the noise makes the rest of their text the same.
+been told: known tokens. All who ran wait again; the noise makes the rest of their text the same, also
+of tokens that were drawn and lost on their way up.
 
 Chunks. A chunk takes the longer the more precedes it, and stages wait for unequal ones. With
 `dynamic_chunks` the first plans are a profile of the first stage; `chunk` fits its times once,

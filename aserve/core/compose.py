@@ -7,6 +7,7 @@ from enum import Enum
 
 from aserve.core.admission import NewTokenRatio, WaitingQueue, computed_by, still_waits, victim
 from aserve.core.config import Schedule
+from aserve.core.depth import Depth
 from aserve.core.group import Group
 from aserve.core.lane import Composition, Lane
 from aserve.core.outbox import Outbox
@@ -31,7 +32,7 @@ class Composer:
     def __init__(
         self,
         groups: list[Group],
-        in_flight_max: int,
+        depth: Depth,
         schedule: Schedule,
         outbox: Outbox,
         draft_max: int,
@@ -39,7 +40,7 @@ class Composer:
     ) -> None:
         page_size = groups[0].page_size
         self.groups = groups
-        self.in_flight_max = in_flight_max
+        self.microbatches, self.lag_max = depth
         self.outbox = outbox
         self.draft_max = draft_max
         self.sizer = sizer
@@ -49,8 +50,8 @@ class Composer:
         # However many decode, a page's worth of rows is left for the first chunk: none starves.
         # The cells of a group together have room for all that run, so as long as one prefills,
         # some cell has room for it, and rows for a page of it.
-        self.cell_max = min(-(-running_max // in_flight_max), self.rows_max - page_size + 1)
-        self.running_max = min(running_max, self.cell_max * in_flight_max)
+        self.cell_max = min(-(-running_max // self.microbatches), self.rows_max - page_size + 1)
+        self.running_max = min(running_max, self.cell_max * self.microbatches)
         self.queue = WaitingQueue()
         self.ratio = NewTokenRatio(draft_max)
         self.n_retractions = 0
@@ -59,7 +60,7 @@ class Composer:
     def reset(self) -> None:
         """Nobody is in a microbatch."""
         self.cells: list[list[list[Sequence]]] = [
-            [[] for _ in self.groups] for _ in range(self.in_flight_max)
+            [[] for _ in self.groups] for _ in range(self.microbatches)
         ]
 
     @property
@@ -118,7 +119,12 @@ class Composer:
             self._make_room(lane)
         if self.draft_max:
             self._cut_drafts(lane)
+        if self.lag_max:
+            lane.pages_spare = group.pages_available - self._pages_due(lane)
         for sequence in lane.cell:
+            if sequence.n_drawing:
+                self._add_lagging(lane, sequence)
+                continue
             end = sequence.kv_len + 1 + len(sequence.draft.tokens)
             pages: tuple[int, ...] = ()
             if end > len(sequence.pages) * page_size:
@@ -134,6 +140,31 @@ class Composer:
                 lane.add(sequence, 1, pages)
         lane.n_decode = len(lane.rows)
 
+    def _pages_due(self, lane: Lane) -> int:
+        """Pages that rows of known tokens need: one each, where the last one is full."""
+        size = lane.group.page_size
+        return sum([not s.n_drawing and s.kv_len == len(s.pages) * size for s in lane.cell])
+
+    def _add_lagging(self, lane: Lane, sequence: Sequence) -> None:
+        """The row behind a draw in flight, unless that draw is the last one anyway.
+
+        It may turn out to be one row too many, so nobody goes without a page for it, and nobody
+        is retracted: it can wait until its token is known.
+        """
+        group, n_drawing = lane.group, sequence.n_drawing
+        if n_drawing > self.lag_max or sequence.seq in group.yielding:
+            return
+        if sequence.n_generated + n_drawing >= sequence.max_tokens:
+            return
+        pages: tuple[int, ...] = ()
+        if sequence.kv_len == len(sequence.pages) * group.page_size:
+            if lane.pages_spare < 1:
+                lane.short = True
+                return
+            lane.pages_spare -= 1
+            pages = (group.grow(sequence),)
+        lane.add_lagging(sequence, pages)
+
     def _make_room(self, lane: Lane) -> None:
         """Retract until every decode row has its page, or until enough has been told to yield.
 
@@ -147,13 +178,12 @@ class Composer:
         """
         group = lane.group
         while True:
-            n_wanted = sum([s.kv_len == len(s.pages) * group.page_size for s in lane.cell])
             # Pages that are about to come back are worth a wait: what holds them is in flight.
-            if n_wanted <= group.pages_available or group.leaving or group.yielding:
+            if self._pages_due(lane) <= group.pages_available or group.leaving or group.yielding:
                 return
             assert len(group.running) > 1, "a lone sequence outgrew the pool"
             sequence = victim(group.running.values())
-            if sequence.in_flight:  # elsewhere: it is planned no more, and goes when it landed
+            if sequence.in_flight:  # it is planned no more, and goes when it landed
                 group.yielding[sequence.seq] = sequence
             else:
                 self.retract(sequence)
@@ -306,7 +336,7 @@ class Composer:
         n_here = len(lane.cell)
         if n_here >= self.cell_max:
             return False
-        share, n_larger = divmod(n_expected, self.in_flight_max)
+        share, n_larger = divmod(n_expected, self.microbatches)
         if n_here != share:
             return n_here < share
         index = lane.group.index
@@ -317,7 +347,7 @@ class Composer:
         who wait, as far as there is room for more like `sequence`, the first of them.
         """
         group = lane.group
-        if self.in_flight_max == 1:
+        if self.microbatches == 1:
             return len(group.running) + 1
         n_waiting = -(-(len(self.queue) - len(composition.admits)) // len(self.groups))
         room = group.pages_available - self._pages_reserved(lane)

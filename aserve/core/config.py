@@ -52,7 +52,7 @@ class Schedule(Struct, frozen=True):
     running_max: int = 64  # sequences with KV at once
     waiting_max: int = 512  # queued sequences beyond which a request gets 429
     prefix_cache: bool = True
-    overlap: int = 0  # plans in flight beyond one a pipeline stage
+    overlap: int | None = None  # plans in flight beyond one a stage; None: 1 where pp is 1
     dynamic_chunks: bool = False  # size prompt chunks for equal time instead of equal length
 
 

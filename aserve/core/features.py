@@ -10,6 +10,7 @@ import msgspec
 
 from aserve.core import layout as grid
 from aserve.core.config import Config
+from aserve.core.depth import overlap_of
 
 
 class Feature(StrEnum):
@@ -154,7 +155,13 @@ RULES: tuple[Rule, ...] = (
     imply(
         Feature.OVERLAP,
         Feature.PP,
-        why="so many plans are in flight beyond one a stage",
+        why="with one stage the next step is planned before this one's tokens are known, which the "
+        "ranks fill in; with several, more microbatches are in flight",
+    ),
+    imply(
+        Feature.OVERLAP,
+        Feature.STOP,
+        why="an end that nobody foresaw costs one row, whose result and KV nobody sees",
     ),
     require(
         Feature.DYNAMIC_CHUNKS,
@@ -176,7 +183,7 @@ ASKED: dict[Feature, Callable[[Config], bool]] = {
     Feature.EP: lambda config: config.layout.ep > 1,
     Feature.MOE_DP: lambda config: config.layout.moe_dp > 1,
     Feature.EXACT: lambda config: config.layout.numerics == "exact",
-    Feature.OVERLAP: lambda config: config.schedule.overlap > 0,
+    Feature.OVERLAP: lambda config: overlap_of(config.layout, config.schedule) > 0,
     Feature.DYNAMIC_CHUNKS: lambda config: config.schedule.dynamic_chunks,
 }
 

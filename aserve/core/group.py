@@ -2,7 +2,7 @@
 
 from aserve.core.pages import PagePool
 from aserve.core.radix import Node, RadixTree
-from aserve.core.sequence import Sequence
+from aserve.core.sequence import Phase, Sequence
 
 
 class Group:
@@ -169,7 +169,11 @@ class Group:
         for sequence in (*self.running.values(), *self.leaving.values()):
             assert len(sequence.pages) == len(dict.fromkeys(sequence.pages)), sequence.seq
             owned += sequence.pages[sequence.cached_pages :]
-            assert sequence.computed_len <= sequence.kv_len <= len(sequence.tokens), sequence.seq
+            known_len = len(sequence.tokens)
+            assert sequence.computed_len <= min(sequence.kv_len, known_len), sequence.seq
+            assert sequence.kv_len < known_len + max(1, sequence.in_flight) or (
+                sequence.phase == Phase.FINISHED
+            ), sequence.seq
             assert sequence.kv_len <= len(sequence.pages) * self.page_size, sequence.seq
             node = sequence.node
             assert node is not None, sequence.seq

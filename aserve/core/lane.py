@@ -1,7 +1,7 @@
 """A step being composed: one lane a group, and what they come to."""
 
 from aserve.core.group import Group
-from aserve.core.message import Admit, Batch, Rows
+from aserve.core.message import LAGGING, Admit, Batch, Rows
 from aserve.core.replica import fold_admit
 from aserve.core.sequence import Sequence
 from aserve.core.tree import NO_DRAFT, Draft, row_parents
@@ -20,6 +20,7 @@ class Lane:
         self.numbers: list[int] = []  # for the digest
         self.n_decode = 0
         self.pages_reserved = -1  # for the group's running sequences; counted when first needed
+        self.pages_spare = 0  # that rows of known tokens leave for those that lag
         self.n_chunks = 0
         self.share_left = 1.0  # of the step's time, for chunks, when their cost is known
         self.short = False  # somebody goes without rows, or went altogether, for want of pages
@@ -32,6 +33,13 @@ class Lane:
         work = tuple(tokens[start:end]) if n_rows > 1 else (tokens[start],)
         self._add(sequence, Rows(sequence.seq, start, work, (), end == len(tokens), pages))
         sequence.kv_len = end
+
+    def add_lagging(self, sequence: Sequence, pages: tuple[int, ...]) -> None:
+        """Plan the row of the token that is being drawn."""
+        start = sequence.kv_len
+        assert start >= len(sequence.tokens), sequence.seq
+        self._add(sequence, Rows(sequence.seq, start, (LAGGING,), (), True, pages))
+        sequence.kv_len = start + 1
 
     def add_tree(self, sequence: Sequence, draft: Draft, pages: tuple[int, ...]) -> None:
         """Plan the bonus token, and the draft below it."""

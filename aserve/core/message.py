@@ -4,6 +4,8 @@ from enum import IntEnum
 
 import msgspec
 
+# In place of the token of a row: what was drawn last for its sequence, reported or not.
+LAGGING = -1
 # How an `error` starts that is the doing of the request's own grammar, not of the engine.
 GRAMMAR_FAULT = "the grammar cannot go on"
 # The `error` where a request's own wishes exclude each other.
@@ -73,6 +75,9 @@ class Rows(Struct, frozen=True):
     `i` has slot `start + i` of the sequence either way. `start` is what was planned of it before.
     `sample`: the last row (every row, if a tree) gets logits and a draw. `pages` are appended to
     the sequence's page table before the step.
+
+    `tokens` of `(LAGGING,)` are the token drawn for the sequence in the step before with rows of
+    it: the ranks have it, though the planner may not. Its shape is known, so all else is said.
     """
 
     seq: int
@@ -82,9 +87,15 @@ class Rows(Struct, frozen=True):
     sample: bool
     pages: tuple[int, ...]
 
+    @property
+    def is_lagging(self) -> bool:
+        return self.tokens[0] == LAGGING
+
 
 class Commit(Struct, frozen=True):
-    """What the last rows that drew turned out to be: rows `path` kept, then `tokens` appended.
+    """What rows that drew turned out to be: rows `path` kept, then `tokens` appended.
+
+    Draws are committed in their order; rows behind a draw may be planned before its commit.
 
     For a chain `path` is every row and `tokens` the one drawn. Of a tree each rank moves the KV of
     row `path[d]` to slot `start + d`. A chunk that drew nothing has no commit: it is no news.

@@ -6,6 +6,7 @@ Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 from aserve.core.admission import refuse_misfit
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
+from aserve.core.depth import depth_of
 from aserve.core.group import Group
 from aserve.core.lane import Composition
 from aserve.core.layout import Grid
@@ -46,22 +47,23 @@ class Planner:
         vocab_size: int = 1,
     ) -> None:
         assert min(context_len, cache.page_size) >= 1
-        assert min(draft_max, schedule.overlap) >= 0
+        assert draft_max >= 0
         grid = Grid(layout)
         self._cache = cache
         self._context_len = context_len
         self._waiting_max = schedule.waiting_max
         self._draft_max = draft_max
-        self._in_flight_max = grid.pp + schedule.overlap
+        self._depth = depth_of(layout, schedule, draft_max)
+        assert min(self._depth) >= 0, self._depth
         self._groups = [
             Group(index, cache.pages_total, cache.page_size, schedule.prefix_cache)
             for index in range(grid.dp)
         ]
-        self._outbox = Outbox(self._in_flight_max)
+        self._outbox = Outbox(self._depth.microbatches)
         self.sizer = open_sizer(schedule, cache, grid, context_len)
         self._vocab_size = vocab_size
         self._composer = Composer(
-            self._groups, self._in_flight_max, schedule, self._outbox, draft_max, self.sizer
+            self._groups, self._depth, schedule, self._outbox, draft_max, self.sizer
         )
         self._flights = Flights(grid)
         self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
@@ -74,7 +76,7 @@ class Planner:
 
     def _begin(self) -> None:
         """The ranks are new."""
-        self._busy = [False] * self._in_flight_max
+        self._busy = [0] * self._depth.microbatches  # plans in flight, by microbatch
         self._step = 0
         self._microbatch = 0  # whose turn is next
         self._digest = 0
@@ -174,9 +176,9 @@ class Planner:
             return self._plan_profile()
         while True:
             n_retractions = self._composer.n_retractions
-            for offset in range(self._in_flight_max):
-                microbatch = (self._microbatch + offset) % self._in_flight_max
-                if self._busy[microbatch]:
+            for offset in range(self._depth.microbatches):
+                microbatch = (self._microbatch + offset) % self._depth.microbatches
+                if self._busy[microbatch] > self._depth.lag_max:
                     continue
                 composition = self._composer.compose(microbatch)
                 if any([lane.rows for lane in composition.lanes]):
@@ -220,9 +222,9 @@ class Planner:
         self._digest = fold(self._digest, numbers)
         sequences = [lane.scheduled for lane in composition.lanes]
         self._flights.depart(Flight(plan, self._digest, sequences, self._load(composition)))
-        self._busy[microbatch] = True
+        self._busy[microbatch] += 1
         self._step = step + 1
-        self._microbatch = (microbatch + 1) % self._in_flight_max
+        self._microbatch = (microbatch + 1) % self._depth.microbatches
         if not self.sizer.profile_len:
             self._n_rows += composition.n_rows
         return plan
@@ -259,7 +261,7 @@ class Planner:
             flight.settling[group] = settling
         if not self._flights.count(flight, report):
             return ()
-        self._busy[flight.plan.microbatch] = False
+        self._busy[flight.plan.microbatch] -= 1
         self._measure(flight)
         outputs: list[Output] = []
         for settling in flight.settling:
@@ -352,7 +354,7 @@ class Planner:
             digest=self._digest,
             ranks=self._flights.progress(),
             in_flight=self._flights.in_flight(),
-            busy=tuple(self._busy),
+            busy=tuple([n_plans > self._depth.lag_max for n_plans in self._busy]),
             waiting=len(self._composer.queue),
             running=tuple([len(group.running) for group in groups]),
             prefilling=tuple([len(group.prefilling) for group in groups]),

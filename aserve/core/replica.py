@@ -46,12 +46,11 @@ class SequenceState:
     """
 
     __slots__ = (
+        "drawing",
         "group",
         "kv_len",
         "pages",
         "prompt_len",
-        "sampled_known",
-        "sampled_start",
         "sampling",
         "seq",
         "tokens",
@@ -65,8 +64,8 @@ class SequenceState:
         self.pages = list(admit.pages)
         self.sampling: Sampling = admit.sampling
         self.group = -1  # told by its first rows
-        self.sampled_start = -1  # of the rows whose draw has not been committed
-        self.sampled_known = 0  # how many of them were known tokens; 0: there are no such rows
+        # Start, and number of known tokens, of the rows whose draws have not been committed.
+        self.drawing: list[tuple[int, int]] = []
 
     @property
     def n_generated(self) -> int:
@@ -171,13 +170,13 @@ class Replica:
 
     def _commit(self, commit: Commit, moves: list[KvMove]) -> None:
         state, path = self.sequences[commit.seq], commit.path
-        n_known, start = state.sampled_known, state.sampled_start
-        assert n_known, commit.seq
-        state.sampled_known = 0
+        assert state.drawing, commit.seq
+        start, n_known = state.drawing.pop(0)
         n_accepted = len(path) - n_known
         if n_accepted:
             assert n_known == 1, commit.seq  # only trees leave rows out
             assert n_accepted > 0, commit.seq
+            assert not state.drawing, commit.seq  # no row lags behind a tree
             slots_from, slots_to = moved(path, start)
             if slots_from:
                 at = [self._slots(state, places) for places in (slots_from, slots_to)]
@@ -186,7 +185,7 @@ class Replica:
         state.tokens += commit.tokens
         assert path[0] == 0, commit.seq
         assert state.kv_len <= len(state.pages) * self.page_size, commit.seq
-        n_work = len(state.tokens) - state.kv_len
+        n_work = len(state.tokens) + len(state.drawing) - state.kv_len
         assert n_work == 1 or (commit.done and n_work == 0), commit.seq
 
     def _slots(self, state: SequenceState, places: list[int]) -> tuple[int, ...]:
@@ -205,10 +204,14 @@ class Replica:
                 assert start == state.kv_len, rows.seq
                 assert start + n_rows <= len(pages) * size, rows.seq
                 assert state.group == group or state.group < 0, rows.seq
-                assert not state.sampled_known, rows.seq
+                n_lagging = len(state.drawing)
+                assert bool(n_lagging) == rows.is_lagging, rows.seq
                 state.group = group
                 n_known = n_rows
-                if n_rows == 1:
+                if n_lagging:
+                    assert n_rows == 1, rows.seq
+                    assert start == n_tokens + n_lagging - 1, rows.seq
+                elif n_rows == 1:
                     assert rows.tokens[0] == tokens[start], rows.seq
                 elif rows.parents:
                     n_known = 1
@@ -216,9 +219,9 @@ class Replica:
                 else:
                     assert rows.tokens == tuple(tokens[start : start + n_rows]), rows.seq
                 state.kv_len = start + n_known
-                assert rows.sample == (state.kv_len == n_tokens), rows.seq
+                assert rows.sample == (state.kv_len == n_tokens + n_lagging), rows.seq
                 if rows.sample:
-                    state.sampled_start, state.sampled_known = start, n_known
+                    state.drawing.append((start, n_known))
                 numbers += (rows.seq, start, n_tokens, tokens[-1], len(pages), pages[-1])
                 if len(rows.pages) > 1:
                     numbers += rows.pages

@@ -36,6 +36,7 @@ class Sequence:
         [computed_len, kv_len)  planned, not reported: ranks obey plans in order, so it is there
                                 by the time that the rows of any later plan read it
         [kv_len, len(tokens))   known, not planned: the work, followed by the draft
+        [len(tokens), kv_len)   planned before they are known: rows that lag behind their tokens
 
     The rows of a draft in flight lie at kv_len and after, in the order of the tree, until the
     accepted ones move to their places and count. Between steps a sequence that decodes has one
@@ -108,6 +109,13 @@ class Sequence:
     @property
     def n_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def n_drawing(self) -> int:
+        """Of one that joined a microbatch: its draws in flight. Each will add a token (a tree
+        more than one), and the row after the last draw is the next to be planned.
+        """
+        return self.kv_len + 1 - len(self.tokens)
 
     def forget_kv(self) -> None:
         """It holds no page and no rows any more: all that is known of it are its tokens."""

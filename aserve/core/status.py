@@ -60,7 +60,7 @@ class PlannerState(msgspec.Struct, frozen=True):
     digest: int
     ranks: tuple[RankProgress, ...]
     in_flight: tuple[StepInFlight, ...]
-    busy: tuple[bool, ...]  # by microbatch
+    busy: tuple[bool, ...]  # by microbatch: no more of it may be planned
     waiting: int
     running: tuple[int, ...]
     prefilling: tuple[int, ...]

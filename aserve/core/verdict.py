@@ -93,7 +93,12 @@ def settle(
 
 
 def land(sequence: Sequence, rows: Rows, result: Result) -> None:
-    """Note what a result says of the KV of a sequence that is over: it may stay in the cache."""
+    """Note what a result says of the KV of a sequence that is over: it may stay in the cache.
+
+    A lagging row was one too many: whatever it gave is nobody's.
+    """
+    if rows.is_lagging:
+        return
     if result.error is None:
         sequence.computed_len = rows.start + known_rows(rows)
     else:

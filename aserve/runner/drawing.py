@@ -17,6 +17,8 @@ from aserve.runner.draws import Draws
 from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, Sampler, SampleRow
 from aserve.tensor.tokens import Seat, Tokens
 
+# Nobody sees it: the error of the draw before has ended the sequence.
+NOTHING_BEFORE = "nothing was drawn before this row"
 LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
 
 Head = Callable[[Sequence[int]], Tensor]  # at a leader the logits of its group's rows among these
@@ -73,7 +75,7 @@ class Drawing:
         rows: list[SampleRow] = []
         at: list[int] = []
         for number, place in enumerate(own):
-            row = self._draws.row(views[place].state)
+            row = self._row(views[place])
             if isinstance(row, Drawn):
                 drawn[place] = row
             else:
@@ -84,7 +86,15 @@ class Drawing:
         if rows:
             for number, one in zip(at, self._sampler.sample(logits_RV, rows), strict=True):
                 drawn[own[number]] = one
+        for place, one in drawn.items():
+            view = views[place]
+            self._draws.drew(view.rows.seq, view.kv_len, -1 if one.error else one.token)
         return drawn
+
+    def _row(self, view: RowsView) -> SampleRow | Drawn:
+        if view.rows.is_lagging and self._draws.last(view.rows.seq) < 0:
+            return Drawn(-1, error=NOTHING_BEFORE)
+        return self._draws.row(view.state, view.kv_len)
 
     def _logits(self, tokens: Tokens, hidden_TH: Tensor, rows: Sequence[int]) -> Tensor:
         """At a leader those of its group's `rows` (numbers in the plan), in their order."""

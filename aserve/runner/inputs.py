@@ -1,6 +1,6 @@
 """The tensors of one step on one rank: a few numpy calls from the plan, however many rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,18 +81,26 @@ class StepInputs:
     """What the model takes beside `tokens`: `ids_G` of all groups, `attend` of the rank's own.
 
     `views` are those of `tokens`. `last_rows[n]` is the last row of view n, by its number in the
-    plan.
+    plan. `drawn` are the tokens of rows that lag, by the places of their views.
     """
 
     __slots__ = ("attend", "ids_G", "last_rows")
 
-    def __init__(self, views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> None:
+    def __init__(
+        self,
+        views: Sequence[RowsView],
+        tables: PageTables,
+        tokens: Tokens,
+        drawn: Mapping[int, int] = {},
+    ) -> None:
         dp = tokens.seat.place.dp
         ids: list[int] = []
         self.last_rows: list[int] = []
         for view in views:
             ids.extend(view.rows.tokens)
             self.last_rows.append(len(ids) - 1)
+        for place, token in drawn.items():
+            ids[self.last_rows[place]] = token
         self.ids_G = torch.tensor(ids, dtype=torch.int64)
         if tokens.order_G is not None:
             self.ids_G = self.ids_G[torch.from_numpy(tokens.order_G)]

@@ -28,13 +28,14 @@ Shape = tuple[int, ...]
 class Work:
     """One plan's rows, of all groups, beside the state they work on; `tokens` says where they are.
 
-    `moves` of KV come first. `inward` says what the stage before sends to this rank, and `digest`
-    covers the log so far.
+    `moves` of KV come first, and what is kept of the sequences in `drops` goes. `inward` says what
+    the stage before sends to this rank, and `digest` covers the log so far.
     """
 
     step: int
     views: tuple[RowsView, ...]
     moves: tuple[KvMove, ...]
+    drops: tuple[int, ...]
     tokens: Tokens
     inward: Mapping[str, tuple[Shape, torch.dtype]]
     digest: int
@@ -51,7 +52,8 @@ class Outward:
 
 
 class Runner:
-    """The rank that `model` was loaded for. `apply` is cheap; `forward` is for the compute thread.
+    """The rank that `model` was loaded for. `apply` is cheap; `forward` is for the compute thread,
+    and alone touches page tables and draws: plans are applied while earlier ones are computed.
 
     `layer` is the rank's end of the layer plane; a stage of one rank needs none.
     """
@@ -78,19 +80,22 @@ class Runner:
         """Bookkeeping; asserts that the plan follows from those before it."""
         assert len(plan.batches) == self._seat.grid.dp, (len(plan.batches), self._seat.grid.dp)
         views, moves = self._replica.apply(plan)
-        for seq in plan.drops:
-            self._tables.drop(seq)
-            self._draws.drop(seq)
-        return self.work(plan.step, views, moves)
+        return self.work(plan.step, views, moves, plan.drops)
 
-    def work(self, step: int, views: tuple[RowsView, ...], moves: tuple[KvMove, ...] = ()) -> Work:
+    def work(
+        self,
+        step: int,
+        views: tuple[RowsView, ...],
+        moves: tuple[KvMove, ...] = (),
+        drops: tuple[int, ...] = (),
+    ) -> Work:
         """What is to be done for the rows of a plan that has been applied."""
         tokens = tokens_of(views, self._seat)
         inward: dict[str, tuple[Shape, torch.dtype]] = {}
         if not self._model.is_first:
             n_rows = tokens.slice_counts[self._seat.place.attn_tp]
             inward["hidden"] = ((n_rows, self._model.spec.hidden), torch.float32)
-        return Work(step, views, moves, tokens, inward, self._replica.digest)
+        return Work(step, views, moves, drops, tokens, inward, self._replica.digest)
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         """Run the rows through the stage and draw. An error of one sequence is its own.
@@ -104,6 +109,9 @@ class Runner:
         bundle: Mapping[str, Tensor] = {}
         with torch.inference_mode():
             self._move(work.moves)
+            for seq in work.drops:
+                self._tables.drop(seq)
+                self._draws.drop(seq)
             if work.views:
                 results, bundle = self._run(work, inward or {})
             elif not self._model.is_last:
@@ -120,13 +128,31 @@ class Runner:
         self, work: Work, inward: Mapping[str, Tensor]
     ) -> tuple[tuple[Result, ...], Mapping[str, Tensor]]:
         model, tokens = self._model, work.tokens
-        inputs = StepInputs(work.views, self._tables, tokens)
+        inputs = StepInputs(work.views, self._tables, tokens, self._drawn(work.views))
         hidden_TH = model.forward(
             inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden")
         )
         if model.is_last:
             return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
         return (), {"hidden": tokens.slice(hidden_TH)}
+
+    def _drawn(self, views: Sequence[RowsView]) -> dict[int, int]:
+        """The tokens of all rows that lag, by place: told to the stage by the leaders who drew
+        them. Where a draw failed it is any token: nobody looks at what comes of it.
+        """
+        places = [place for place, view in enumerate(views) if view.rows.is_lagging]
+        if not places:
+            return {}
+        seat = self._seat
+        counts = [0] * seat.grid.tp
+        for place in places:
+            counts[seat.grid.leader(views[place].group)] += 1
+        own = [place for place in places if views[place].group == seat.place.dp]
+        drawn = [max(0, self._draws.last(views[place].rows.seq)) for place in own]
+        if seat.grid.tp > 1:
+            mine_N = torch.tensor(drawn if seat.is_leader else [], dtype=torch.int64)
+            drawn = seat.tp.all_gather(mine_N, counts).tolist()
+        return dict(zip(places, drawn, strict=True))
 
     def _move(self, moves: Sequence[KvMove]) -> None:
         """Within this group's pool, in every layer of the stage."""

@@ -13,6 +13,7 @@ from aserve.testing.arithmetic import Ints
 from aserve.testing.drafts import Guess, draft
 
 BROKE = f"{GRAMMAR_FAULT}: the rule broke"
+NOTHING_BEFORE = "nothing was drawn before this row"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,37 @@ class Asks:
 
 
 class Drawer:
-    """Knows how a row is drawn and what to guess next; keeps nothing between steps."""
+    """Knows how a row is drawn and what to guess next. Between steps it keeps the text of each
+    sequence, for rows that are planned before their token is committed.
+    """
 
     def __init__(self, vocab: int, draft_max: int, guess: Guess) -> None:
         self._vocab = vocab
         self._draft_max = draft_max
         self._guess = guess
+        self._texts: dict[int, list[int] | None] = {}  # None: a draw failed, the text is over
+
+    def drop(self, seq: int) -> None:
+        self._texts.pop(seq, None)
+
+    def last(self, seq: int) -> int:
+        """The last token drawn, or any, where there is none: nobody will look at the row."""
+        text = self._texts[seq]
+        return text[-1] if text else 0
+
+    def _text(self, view: RowsView) -> list[int] | None:
+        """What was generated before the draw of these rows; None: the draw before failed.
+
+        The state may be ahead of the rows, by commits of plans that are yet to be computed.
+        """
+        state = view.state
+        end = view.start + (1 if view.rows.parents else view.n_rows)
+        known = state.tokens[state.prompt_len : end]
+        text = self._texts.setdefault(view.rows.seq, known)
+        if text is not None:
+            assert text[: len(known)] == known, (view.rows.seq, text, known)
+            assert len(text) == end - state.prompt_len, view.rows.seq
+        return text
 
     def asks(self, views: Sequence[RowsView]) -> Asks:
         rows: list[int] = []
@@ -71,12 +97,16 @@ class Drawer:
         state, seq = view.state, view.rows.seq
         if not view.rows.sample:
             return Result(seq, tuple(range(view.n_rows)), (), (), told)
-        walk = Walk(view, state.tokens[state.prompt_len :])
+        text = self._text(view)
+        if text is None:
+            return Result(seq, tuple(range(view.n_rows)), (), error=NOTHING_BEFORE)
+        walk = Walk(view, text)
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         for place in walk.places():
             if model.broken(state.sampling, walk.generated):
                 if not tokens:
+                    self._texts[seq] = None
                     return Result(seq, tuple(range(view.n_rows)), (), error=BROKE)
                 walk.path.pop()  # its token is the last that may be said
                 break
@@ -87,6 +117,7 @@ class Drawer:
             if state.sampling.logprobs >= 0:
                 logprobs.append(model.told(token, values, state.sampling.logprobs))
             walk.step(token)
+        text += tokens
         drafted = self._drafted(view, tokens)
         return Result(seq, tuple(walk.path), tuple(tokens), tuple(logprobs), told, None, *drafted)
 

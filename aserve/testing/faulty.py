@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from aserve.testing import faults_of_lag as lag
 from aserve.testing import faults_of_planner as planner
 from aserve.testing import faults_of_ranks as ranks
 from aserve.testing.laws import Law
@@ -143,6 +144,42 @@ FAULTS: tuple[Fault, ...] = (
         (Law.TEXT, Law.END),
         "trees",
         {**TREES, "structured": 1.0},
+    ),
+    Fault("lagging row of the token before", lag.token_before, (Law.TEXT, Law.END), "lagging"),
+    Fault(
+        "lagging token not told to the stage",
+        lag.token_kept,
+        (Law.TEXT, Law.END),
+        "lagging-in-groups",
+    ),
+    Fault(
+        "result of a row too many committed",
+        lag.surplus_committed,
+        (Law.DIGEST, Law.RANK),
+        "lagging",
+    ),
+    Fault(
+        "row too many counts as computed", lag.surplus_cached, (Law.PAGES, Law.LEADER), "lagging"
+    ),
+    Fault(
+        "pages freed while a row too many is in flight",
+        lag.surplus_freed_early,
+        (Law.WRITES,),
+        "lagging",
+    ),
+    Fault(
+        "rule moved on twice by one token",
+        lag.rule_moved_twice,
+        (Law.TEXT, Law.END),
+        "lagging",
+        {"structured": 1.0},
+    ),
+    Fault("row planned behind the last draw", lag.drawn_beyond_the_end, (Law.LAG,), "lagging"),
+    Fault(
+        "commits of one sequence out of order",
+        lag.commits_reversed,
+        (Law.DIGEST, Law.RANK),
+        "lagging-far",
     ),
     Fault("a rank keeps what was dropped", ranks.dropped_kept, (Law.IDLE, Law.RANK)),
     Fault("restart without a cause", planner.restart_imagined, (Law.RESTARTS,), "swarm", CALM),

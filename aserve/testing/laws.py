@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 from aserve.core.layout import Grid
-from aserve.core.message import StepPlan, StepReport
+from aserve.core.message import Rows, StepPlan, StepReport
 from aserve.core.pages import OWNED
 from aserve.core.planner import Planner
 from aserve.errors import Desync, PlaneError
@@ -34,6 +34,7 @@ class Law(StrEnum):
     LEADER = "leader"  # nor do the leader and the planner
     PLANES = "planes"  # ranks meet, unless they were told to break
     ANSWERS = "answers"  # a rank that is asked what it is at says so
+    LAG = "lag"  # a row is planned ahead of its token only behind a draw that is on its way
     BOUNDS = "bounds"  # queues, steps in flight and rows of a step are bounded
     STALL = "stall"  # after the last trouble everything ends
     IDLE = "idle"  # and then nothing is left anywhere
@@ -120,7 +121,7 @@ class Laws:
             self.note(Law.PAGES, described(error))
         setup, schedule = self.setup, self.setup.schedule
         statistics = planner.statistics()
-        in_flight_max = setup.layout.pp + schedule.overlap
+        in_flight_max = setup.depth.in_flight_max
         bounds = (
             (len(self.log.in_flight), in_flight_max, "steps in flight"),
             (statistics.waiting, schedule.waiting_max + schedule.running_max, "waiting"),
@@ -171,6 +172,11 @@ class Log:
             for arrival in setup.arrivals
             for request in arrival.requests
         }
+        self._ends = {
+            request.seq: len(request.tokens) + request.max_tokens
+            for arrival in setup.arrivals
+            for request in arrival.requests
+        }
         self._leaders = [grid.leader(dp) for dp in range(grid.dp)]
         self.reset()
 
@@ -181,6 +187,7 @@ class Log:
         self._tables: dict[int, tuple[int, list[int]]] = {}  # seq: group, pages
         self._holders: dict[tuple[int, int], set[int]] = {}
         self._writers: dict[tuple[int, int], int] = {}  # of a page, who had it as its own last
+        self._drawing: dict[int, int] = {}  # by seq: draws in flight
 
     def writes(self) -> Iterable[tuple[int, int, int, int]]:
         """(step, seq, group, page) of every write that may still happen."""
@@ -203,6 +210,7 @@ class Log:
         for group, batch in enumerate(plan.batches):
             for rows in batch.rows:
                 n_rows += len(rows.tokens)
+                self._drawn(rows, note)
                 if rows.seq < 0:  # a step that only measures may be longer than one that serves
                     rows_max = max(rows_max, int(1.25 * self._setup.schedule.step_tokens))
                 admit = admits.get(rows.seq)
@@ -218,6 +226,19 @@ class Log:
             note(Law.BOUNDS, f"step {plan.step} has {n_rows} rows")
         self.in_flight[plan.step] = plan
         self._written[plan.step] = written
+
+    def _drawn(self, rows: Rows, note: Callable[[Law, str], None]) -> None:
+        """A sequence's draws are at most as many as it may still draw, and no row overtakes one."""
+        n_drawing = self._drawing.get(rows.seq, 0)
+        if rows.is_lagging != bool(n_drawing):
+            note(Law.LAG, f"{rows} is planned while {n_drawing} of its draws are on their way")
+        if n_drawing > self._setup.depth.lag_max:
+            note(Law.LAG, f"{rows} lags {n_drawing} draws behind")
+        end = self._ends.get(rows.seq, rows.start + len(rows.tokens) + 1)
+        if rows.sample and rows.start + len(rows.tokens) >= end and not rows.parents:
+            note(Law.LAG, f"{rows} would draw beyond the last token that was asked for")
+        if rows.sample:
+            self._drawing[rows.seq] = n_drawing + 1
 
     def _shared(
         self, seq: int, group: int, pages: tuple[int, ...], note: Callable[[Law, str], None]
@@ -245,5 +266,8 @@ class Log:
         ranks = self._reports.setdefault(report.step, set())
         ranks.add(report.rank)
         if len(ranks) == world:
+            plan = self.in_flight.get(report.step)
+            for rows in [rows for batch in plan.batches for rows in batch.rows] if plan else []:
+                self._drawing[rows.seq] = self._drawing.get(rows.seq, 0) - rows.sample
             for book in (self.in_flight, self._reports, self._written):
                 book.pop(report.step, None)

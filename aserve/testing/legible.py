@@ -5,8 +5,9 @@ pages and knows the right answer.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from aserve.core.message import Result, StepPlan, StepReport
+from aserve.core.message import LAGGING, Result, StepPlan, StepReport
 from aserve.core.noise import mix64
 from aserve.core.replica import Replica, RowsView
 
@@ -28,6 +29,17 @@ def oracle(prompt: Iterable[int], seed: int, vocab: int, n_tokens: int) -> list[
     return tokens[prompt_len:]
 
 
+class LegibleWork(NamedTuple):
+    step: int
+    views: tuple[RowsView, ...]
+    digest: int
+
+
+class LegibleOutward(NamedTuple):
+    results: tuple[Result, ...]
+    digest: int
+
+
 class LegibleRunner:
     """Takes the place of aserve.runner.runner.Runner; logprobs and grammars it has none."""
 
@@ -36,17 +48,19 @@ class LegibleRunner:
         self._slots = [-1] * (page_size * pages_total)
         self._vocab = vocab
         self._fails_at = fails_at
+        self._drawn: dict[int, int] = {}  # by sequence, the last token
 
-    def apply(self, plan: StepPlan) -> tuple[RowsView, ...]:
-        return self._replica.apply(plan).views
+    def apply(self, plan: StepPlan) -> LegibleWork:
+        views = self._replica.apply(plan).views
+        return LegibleWork(plan.step, views, self._replica.digest)
 
-    def forward(self, work: tuple[RowsView, ...], inward: None) -> tuple[Result, ...]:
-        if self._replica.step == self._fails_at:
+    def forward(self, work: LegibleWork, inward: None) -> LegibleOutward:
+        if work.step == self._fails_at:
             raise ArithmeticError("told to fail")
-        for view in work:
+        for view in work.views:
             for slot, token in zip(view.slots(), view.rows.tokens, strict=True):
-                self._slots[slot] = token
-        return tuple(self._result(view) for view in work)
+                self._slots[slot] = self._drawn[view.rows.seq] if token == LAGGING else token
+        return LegibleOutward(tuple(self._result(view) for view in work.views), work.digest)
 
     def _result(self, view: RowsView) -> Result:
         path = tuple(range(view.n_rows))
@@ -55,7 +69,8 @@ class LegibleRunner:
         size = view.page_size
         read = [self._slots[page * size + at] for page in view.state.pages for at in range(size)]
         token = next_token(read[: view.kv_len], view.state.sampling.seed, self._vocab)
+        self._drawn[view.rows.seq] = token
         return Result(view.rows.seq, path, (token,))
 
-    def report(self, plan: StepPlan, outward: tuple[Result, ...]) -> StepReport:
-        return StepReport(plan.step, 0, self._replica.digest, outward, (), (), 1)
+    def report(self, plan: StepPlan, outward: LegibleOutward) -> StepReport:
+        return StepReport(plan.step, 0, outward.digest, outward.results, (), (), 1)

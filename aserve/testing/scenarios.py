@@ -18,6 +18,7 @@ class Scenario(msgspec.Struct, frozen=True):
 NO_TROUBLE = {"troubles": 0}
 LONG = {"requests": 9, "pace_ms": 5.0, "dp": 2}
 BUSY = {"requests": 9, "pace_ms": 0.0}
+LAG = {"pp": 1, "overlap": 1, "draft_max": 0}
 
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("swarm", "everything by chance: features meet that nobody thought of together"),
@@ -50,6 +51,31 @@ SCENARIOS: tuple[Scenario, ...] = (
         "deep-pipeline",
         "three stages and two plans more than that in flight",
         {"pp": 3, "overlap": 2, **BUSY, **NO_TROUBLE},
+    ),
+    Scenario(
+        "lagging",
+        "rows are planned before their tokens are known; ends that nobody foresaw come too late",
+        {**LAG, **BUSY, "stops": 0.3, "structured": 0.5, "max_tokens_max": 24, **NO_TROUBLE},
+    ),
+    Scenario(
+        "lagging-in-groups",
+        "whoever draws tells the whole stage what a row's token is before any rank embeds it",
+        {**LAG, "dp": 2, "cp": 2, "attn_tp": 2, "max_tokens_max": 24, **NO_TROUBLE},
+    ),
+    Scenario(
+        "lagging-far",
+        "rows two and three draws ahead of what is known: several commits a plan",
+        {**LAG, "overlap": 3, "link_ms": 2.0, "max_tokens_max": 24, "aborts": 0.5, **NO_TROUBLE},
+    ),
+    Scenario(
+        "lagging-in-a-tight-pool",
+        "no page for a row that can wait, and who is retracted has rows in flight",
+        {**LAG, "crowd": True, "running_max": 24, "group_rows": 32, "dp": 1, **NO_TROUBLE},
+    ),
+    Scenario(
+        "lagging-crashes",
+        "ranks die with tokens that nobody was told: they are drawn again, and are the same",
+        {**LAG, "troubles": 4, "trouble_kinds": ("crash", "hang"), "structured": 0.5, "aborts": 0.5},
     ),
     Scenario(
         "long-prompts",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from aserve.core.layout import Grid
-from aserve.core.message import Result, StepPlan, StepReport
+from aserve.core.message import LAGGING, Result, StepPlan, StepReport
 from aserve.core.planner import CacheSpec
-from aserve.core.replica import Replica, RowsView
+from aserve.core.replica import KvMove, Replica, RowsView
 from aserve.tensor.collective import LayerPlane
 from aserve.tensor.tokens import Rows, Seat, Tokens, even_shares
 from aserve.testing import arithmetic as model
@@ -37,9 +37,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One plan's rows; `inward` is what the stage before sends: name -> (shape, dtype)."""
+    """One plan's rows; `inward` is what the stage before sends: name -> (shape, dtype).
+
+    All that `forward` changes comes with it: plans are applied while earlier ones are computed.
+    """
 
     step: int
+    plan: StepPlan
+    moves: tuple[KvMove, ...]
     views: tuple[RowsView, ...]
     mine: tuple[RowsView, ...]  # of this rank's attention group
     tokens: Tokens
@@ -105,15 +110,7 @@ class LegibleStage:
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
-        applied = self.replica.apply(plan)
-        for move in applied.moves:
-            if move.group == self.place.dp:
-                self.pool.move(move.seq, move.slots_from, move.slots_to)
-        for seq in plan.drops:
-            del self._own_from[seq]
-        for admit in plan.admits:
-            self._own_from[admit.seq] = admit.kv_len
-        views = applied.views
+        views, moves = self.replica.apply(plan)
         counts_G: list[list[int]] = [[] for _ in plan.batches]
         for view in views:
             counts_G[view.group].append(view.n_rows)
@@ -124,10 +121,12 @@ class LegibleStage:
             count = tokens.slice_counts[self.place.attn_tp]
             inward["hidden"] = ((count, 1), torch.float64)
         micros = sum(cost_micros(view) for view in views) * len(self.layers) // 4 + 20
-        return Work(plan.step, views, mine, tokens, inward, self.replica.digest, micros)
+        digest = self.replica.digest
+        return Work(plan.step, plan, moves, views, mine, tokens, inward, digest, micros)
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         self._seat.layer.start(work.step)
+        self._prepare(work)
         rows = self._rows(work)
         hidden = self._open(work, inward, rows)
         for layer in self.layers:
@@ -146,6 +145,16 @@ class LegibleStage:
             plan.step, self.rank, outward.digest, outward.results, (), (), outward.micros
         )
 
+    def _prepare(self, work: Work) -> None:
+        for move in work.moves:
+            if move.group == self.place.dp:
+                self.pool.move(move.seq, move.slots_from, move.slots_to)
+        for seq in work.plan.drops:
+            del self._own_from[seq]
+            self._drawer.drop(seq)
+        for admit in work.plan.admits:
+            self._own_from[admit.seq] = admit.kv_len
+
     def _rows(self, work: Work) -> StageRows:
         rows = StageRows(work.mine, self._own_from, work.tokens)
         for look in rows.looks:
@@ -158,13 +167,34 @@ class LegibleStage:
         """Hidden integers of this rank's rows: embedded, each token by one rank, or received."""
         if inward is not None:
             return to_ints(work.tokens.join(inward["hidden"]))
-        tokens = [token for view in work.mine for token in view.rows.tokens]
+        drawn = self._drawn(work)
+        tokens = [
+            drawn[view.rows.seq] if token == LAGGING else token
+            for view in work.mine
+            for token in view.rows.tokens
+        ]
         positions = [position for view in work.mine for position in view.positions()]
         tokens_T = np.array(tokens, dtype=np.uint64)[rows.local]
         hidden = model.embed(tokens_T, np.array(positions, dtype=np.uint64)[rows.local])
         attn_tp = self._seat.attn_tp
         hidden[tokens_T % np.uint64(attn_tp.size) != attn_tp.rank] = 0
         return to_ints(attn_tp.all_reduce(to_tensor(hidden)[None]))
+
+    def _drawn(self, work: Work) -> dict[int, int]:
+        """The tokens of all rows that lag, told to the stage by those who drew them."""
+        seqs: list[list[int]] = [[] for _ in range(self.part.grid.dp)]
+        for view in work.views:
+            if view.rows.is_lagging:
+                seqs[view.group].append(view.rows.seq)
+        if not any(seqs):
+            return {}
+        counts = [0] * self.part.grid.tp
+        for group, some in enumerate(seqs):
+            counts[self.part.grid.leader(group)] = len(some)
+        own = seqs[self.place.dp] if self._seat.is_leader else []
+        mine = torch.tensor([self._drawer.last(seq) for seq in own], dtype=torch.int64)
+        told = self._seat.tp.all_gather(mine, counts).tolist()
+        return dict(zip([seq for some in seqs for seq in some], told, strict=True))
 
     def _attend(self, layer: int, hidden: Ints, rows: StageRows, tokens: Tokens) -> Ints:
         cached_TGD = to_tensor(model.cached(layer, hidden, self.heads).T)[:, :, None]

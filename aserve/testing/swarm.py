@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from aserve.core.config import Layout, Schedule
+from aserve.core.depth import Depth, depth_of
 from aserve.core.message import Grammar, Sampling
 from aserve.core.noise import seed_of_choice
 from aserve.core.request import Request
@@ -56,6 +57,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float = 0.0  # how much longer a step may take, as a factor
     restarts_max: int = 20
 
+    @property
+    def depth(self) -> Depth:
+        return depth_of(self.layout, self.schedule, self.draft_max)
+
 
 class Choices:
     """Draws from one `Random`; what a scenario forces is drawn no less, so the rest stays put."""
@@ -95,12 +100,12 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         experts=choose.maybe("experts", 0.4) or layout.ep * layout.moe_dp > 1,
     )
     page_size = choose.one_of("page_size", 1, 2, 4, 4, 5, 8)
-    in_flight_max = layout.pp + (overlap := choose.one_of("overlap", 0, 0, 1, 2))
+    overlap = choose.one_of("overlap", 0, 0, 1, 2)
     draft_max = choose.one_of("draft_max", 0, 0, 2, 5)
     schedule = Schedule(
         step_tokens=layout.dp
         * choose.of("group_rows", page_size * random.randint(1, 6) + random.randint(0, 5)),
-        running_max=choose.one_of("running_max", 1, 4, 12, 24) * in_flight_max * layout.dp,
+        running_max=choose.one_of("running_max", 1, 4, 12, 24) * (layout.pp + overlap) * layout.dp,
         waiting_max=choose.one_of("waiting_max", 4, *(500,) * 7),
         prefix_cache=choose.maybe("prefix_cache", 0.75),
         overlap=overlap,

@@ -290,7 +290,7 @@ class SimulatedRanks:
         world, grid = self._world, self._world.part.grid
         start = Start(world.setup, world.random)
         layers = open_inline_planes(grid, limit_s=PLANE_S)
-        in_flight_max = world.setup.layout.pp + world.setup.schedule.overlap
+        in_flight_max = world.setup.depth.in_flight_max
         await trio.sleep(0.001)  # nothing starts at once
         async with (
             open_request_plane(grid.world, in_flight_max, encoded=True, link=start.cross) as (

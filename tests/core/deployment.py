@@ -14,8 +14,10 @@ from zlib import crc32
 from aserve.core import pages
 from aserve.core.codec import decode_plan, decode_report, encode
 from aserve.core.config import Layout, Schedule
+from aserve.core.depth import depth_of
 from aserve.core.layout import Grid
 from aserve.core.message import (
+    LAGGING,
     Result,
     Sampling,
     StepPlan,
@@ -85,15 +87,15 @@ class Deployment:
         draft_max: int = 0,
         **schedule: int | bool,
     ) -> None:
-        layout = layout or Layout(dp=groups, tp=groups)
+        layout = layout or Layout(dp=groups, tp=groups, pp=in_flight_max)
         groups = layout.dp
         self.page_size = page_size
         self.pages_total = pages_total
-        overlap = max(0, in_flight_max - layout.pp)
+        overlap = max(0, in_flight_max - layout.pp)  # rows lag where there is one stage
         self.schedule = Schedule(
             **{"step_tokens": 16 * groups, "running_max": 8, "overlap": overlap, **schedule}
         )
-        self.in_flight_max = layout.pp + self.schedule.overlap
+        self.in_flight_max = depth_of(layout, self.schedule, draft_max).in_flight_max
         self.draft_max = draft_max
         self.grid = Grid(layout)
         self.planner = Planner(
@@ -121,6 +123,7 @@ class Deployment:
         self.kv = [[EMPTY] * n_slots for _ in range(self.grid.dp)]
         self.reports: deque[StepReport] = deque()
         self.written: dict[int, set[tuple[int, int]]] = {}  # (group, page) by step
+        self.drawn: dict[int, int] = {}  # by sequence, its last token
 
     def reset(self) -> None:
         """All ranks died and new ones stand in their places."""
@@ -290,7 +293,7 @@ class Deployment:
         written |= {(view.group, slot // self.page_size) for slot in view.slots()}
         for slot, token in zip(view.slots(), view.rows.tokens, strict=True):
             assert pool.place(slot // self.page_size) == pages.OWNED, "a write into a shared page"
-            self.kv[view.group][slot] = token
+            self.kv[view.group][slot] = self.drawn[view.rows.seq] if token == LAGGING else token
 
     def _result(self, view: RowsView) -> Result:
         sampling, rows = view.state.sampling, view.rows
@@ -300,6 +303,7 @@ class Deployment:
             path, tokens = self._accept(view)
         elif rows.sample:
             tokens = (draw(sampling.seed, self._read(view, view.kv_len)),)
+            self.drawn[rows.seq] = tokens[0]
         draft = Draft((), ())
         if rows.sample and self.draft_max:
             draft = drafted(sampling.seed, [*view.state.tokens, *tokens], self.draft_max)

@@ -14,11 +14,9 @@ from aserve.actors.here import RanksHere
 from aserve.actors.placement import Known
 from aserve.actors.placement import Ranks as AnyRanks
 from aserve.core.config import Cache, Config, Ranks, Schedule
-from aserve.core.message import Result
-from aserve.core.replica import RowsView
 from aserve.planes.inline import compute_inline
 from aserve.tensor.collective import LayerPlane
-from aserve.testing.legible import LegibleRunner
+from aserve.testing.legible import LegibleOutward, LegibleRunner, LegibleWork
 from aserve.text.tokenizer import load_tokenizer
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
@@ -36,8 +34,8 @@ class Legible:
 class PoisonedRunner(LegibleRunner):
     poison = -1
 
-    def forward(self, work: tuple[RowsView, ...], inward: None) -> tuple[Result, ...]:
-        if any(self.poison in view.rows.tokens for view in work):
+    def forward(self, work: LegibleWork, inward: None) -> LegibleOutward:
+        if self.poison >= 0 and any(self.poison in view.rows.tokens for view in work.views):
             raise ArithmeticError("poisoned")
         return super().forward(work, inward)
 

@@ -30,10 +30,10 @@ def test_a_resumed_grammar_stands_where_it_was(tiny_model_path: pathlib.Path, sp
         return SequenceState(admit), Draws(compile_grammar)
 
     state, draws = resumed(split)
-    row = draws.row(state)
+    row = draws.row(state, len(state.tokens))
     for token in written[split:]:
         state.tokens.append(token)
-        row = draws.row(state)
+        row = draws.row(state, len(state.tokens))
     assert isinstance(row, SampleRow)
     assert row.mask is not None
     fresh = compile_grammar(checked)
