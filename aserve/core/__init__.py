@@ -83,9 +83,9 @@ it did in a step into a running digest; unequal digests are a `Desync`, naming r
 a report that cannot be. Results are checked against the rows that were planned before anything
 moves.
 
-New ranks. When ranks die, all are replaced, and `reset` takes the planner back to what clients have
-been told: known tokens. All who ran wait again; the noise makes the rest of their text the same, also
-of tokens that were drawn and lost on their way up.
+New ranks. When ranks die, all are replaced, and `reset` takes the planner back to what clients
+have been told: known tokens. All who ran wait again; the noise makes the rest of their text the
+same, also of tokens that were drawn and lost on their way up.
 
 Chunks. A chunk takes the longer the more precedes it, and stages wait for unequal ones. With
 `dynamic_chunks` the first plans are a profile of the first stage; `chunk` fits its times once,

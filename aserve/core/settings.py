@@ -43,7 +43,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "schedule.running_max": (1, 1 << 16, "sequences that hold KV at once"),
     "schedule.waiting_max": (1, 1 << 20, "queued sequences; beyond it requests get 429"),
     "schedule.prefix_cache": (None, None, "keep and share the KV of common prefixes"),
-    "schedule.overlap": (0, 64, "plans in flight beyond one a stage; default: 1 if layout.pp is 1, else 0"),
+    "schedule.overlap": (0, 64, "plans in flight beyond one a stage; default: 1 if one stage"),
     "schedule.dynamic_chunks": (None, None, "size prompt chunks for equal time (pp > 1)"),
     "cache.page_size": (1, 1024, "tokens of one KV page"),
     "cache.kv_tokens": (1, 1 << 31, "size of the KV pool; default: a share of free memory"),

@@ -106,4 +106,3 @@ def commits_reversed(swap: Swap) -> None:
         return right(outbox, microbatch)
 
     swap.wrap(Outbox, "collect", collect)
-

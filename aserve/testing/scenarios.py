@@ -75,7 +75,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "lagging-crashes",
         "ranks die with tokens that nobody was told: they are drawn again, and are the same",
-        {**LAG, "troubles": 4, "trouble_kinds": ("crash", "hang"), "structured": 0.5, "aborts": 0.5},
+        {**LAG, "troubles": 4, "trouble_kinds": ("crash", "hang"), "aborts": 0.5},
     ),
     Scenario(
         "long-prompts",
