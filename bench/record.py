@@ -100,7 +100,8 @@ def is_hopeless(record: Record, name: str, row: Row) -> bool:
 def medians(record: Record, rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     """By variant and row."""
     found: dict[str, dict[str, float | None]] = {}
-    for name, engine in record["engines"].items():
+    # aserve first, whenever it was measured.
+    for name, engine in sorted(record["engines"].items(), key=lambda one: one[1]["peer"] != OURS):
         samples = engine["samples"]
         found[name] = {
             row.name: round(statistics.median(samples[row.name]), 1)

@@ -165,7 +165,7 @@ def _openvino_of(
 
 @contextlib.contextmanager
 def vllm_server(setting: Setting) -> Iterator[Started]:
-    """`vllm serve` on processors; the first start compiles for minutes, later ones less."""
+    """vLLM's server on processors; the first start compiles for minutes, later ones less."""
     environment = install.ready("vllm", setting.say)
     folder = weights.safetensors(setting.model, setting.say)
     cores = sorted(os.sched_getaffinity(0))[: setting.threads]
@@ -177,12 +177,14 @@ def vllm_server(setting: Setting) -> Iterator[Started]:
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
-    flags = ["serve", str(folder), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT_LEN)]
+    # `vllm serve` looks for a package called vllm, which the build for processors is not.
+    server = ["-m", "vllm.entrypoints.openai.api_server"]
+    flags = ["--model", str(folder), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT_LEN)]
     flags += ["--max-num-seqs", str(STREAMS_MAX), "--no-enable-prefix-caching"]
-    binary = str(environment / "bin" / "vllm")
-    with _http("vllm bf16", [binary, *flags], variables, GREEDY, setting) as engine:
+    command = [install.python_of(environment), *server, *flags]
+    with _http("vllm bf16", command, variables, GREEDY, setting) as engine:
         chosen = [f"{name}={variables[name]}" for name in list(variables)[:2]]
-        yield Started(engine, install.versions("vllm"), (*chosen, "vllm", "serve", *flags[2:]))
+        yield Started(engine, install.versions("vllm"), (*chosen, "python", *server, *flags[2:]))
 
 
 @contextlib.contextmanager

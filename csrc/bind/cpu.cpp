@@ -1,5 +1,6 @@
 #include "aserve/cpu.h"
 
+#include "aserve/probe.h"
 #include "bind.h"
 
 namespace aserve {
@@ -38,6 +39,21 @@ void bind_cpu(py::module_& module) {
         return level_name(set_level(wanted));
       },
       "Use no better than this level; answers the level now in force.");
+  module.def(
+      "probe_read",
+      [](Team& team, Address data, int64_t bytes) {
+        require(data % 64 == 0 && bytes >= 0 && bytes % 64 == 0, "64-byte words are read");
+        py::gil_scoped_release release;
+        return probe_read(team, at<const void>(data), bytes);
+      },
+      "Reads memory once with all threads; the sum of its 64-bit words.");
+  module.def(
+      "probe_products",
+      [](Team& team, int64_t rounds) {
+        py::gil_scoped_release release;
+        return probe_products(team, rounds);
+      },
+      "Products of bfloat16 tiles in registers; the operations done, 0 without tiles.");
 }
 
 }  // namespace aserve
