@@ -51,7 +51,7 @@ extern const Kernels kernels_avx512;
 
 const Kernels& kernels();
 
-// AMX, for bfloat16 only.
+// AMX, for all but float32.
 void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y,
                 int64_t part_step);
 bool amx_attention_fits(const Attention& call);

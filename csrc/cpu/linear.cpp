@@ -39,7 +39,7 @@ constexpr int64_t gated_rows = 128;
 void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y, int64_t part_step) {
   if (m == 0) return;
 #if defined(__x86_64__)
-  if (w.format == Format::bf16 && level() == Level::amx) {
+  if (w.format != Format::f32 && level() == Level::amx) {
     return amx_linear(team, w, x, m, y, part_step);
   }
 #endif
