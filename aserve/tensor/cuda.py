@@ -24,7 +24,7 @@ from aserve.tensor.addresses import (
     row_bytes,
     row_stride,
 )
-from aserve.tensor.cuda_pages import TYPE_CODES, copy_of, pages_of, tokens_of
+from aserve.tensor.cuda_pages import TYPE_CODES, copy_of, pages_of, require_aligned, tokens_of
 from aserve.tensor.ops import Attend, CpKind, KvCopy, KvLayer
 from aserve.tensor.ops import Linear as LinearProtocol
 from aserve.tensor.rope import RopeTable
@@ -294,6 +294,7 @@ class CudaOps:
             )
         if dim % 8 or dim > 128:
             raise ValueError(f"head_dim {dim}: CUDA attention takes multiples of 8 up to 128")
+        require_aligned(pages)
         table = attend.page_table_NP
         sequences, pages_max = table.shape
         if table.dtype is not torch.int32 or not table.is_contiguous():

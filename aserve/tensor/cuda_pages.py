@@ -29,6 +29,16 @@ def pages_of(kv: KvLayer) -> ctypes.Structure:
     )  # fmt: skip
 
 
+def require_aligned(pages: ctypes.Structure) -> None:
+    """That attention may load 16 bytes of bfloat16 at once, of int8 with its scale 4."""
+    size, unit = (2, 16) if pages.type == 1 else (1, 4)
+    for at, stride in ((pages.k, pages.k_stride), (pages.v, pages.v_stride)):
+        if at % unit or stride * size % unit:
+            raise ValueError(
+                f"pages at {at:#x}, {stride * size} bytes apart: want {unit}-byte units"
+            )
+
+
 def tokens_of(pool: Tensor, slots_T: Tensor, rows: Tensor) -> ctypes.Structure:
     """Tokens of one pool and the rows [T, heads, head_len] they go to or come from."""
     pages, page_size, heads, head_len = pool.shape

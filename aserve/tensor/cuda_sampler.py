@@ -51,16 +51,24 @@ class CudaSampler:
         """What the kernel reads, on the device; with `stops` stop ids that come too early are
         banned."""
         stride, vocab = self._checked(logits_RV, len(rows))
-        arrays = _Arrays(self._ops.device)
-        fields = (abi.DrawRow * len(rows))(*[arrays.row(row, stops=stops) for row in rows])
-        on_device = arrays.put(np.frombuffer(bytes(fields), dtype=np.uint8))
+        blob = _Blob(len(rows) * ctypes.sizeof(abi.DrawRow))
+        offsets = [[blob.put(x) for x in _arrays(row, stops=stops)] for row in rows]
+        given = self._ops.empty((len(blob),), torch.uint8)
+        fields = (abi.DrawRow * len(rows))(
+            *[
+                abi.DrawRow(*_addresses(given.data_ptr(), places), *_numbers(row, stops=stops))
+                for row, places in zip(rows, offsets, strict=True)
+            ]
+        )
+        if len(blob):
+            given.copy_(torch.frombuffer(blob.begun_with(bytes(fields)), dtype=torch.uint8))
         edited = self._ops.empty((len(rows), vocab))
         told = self._ops.empty((2, len(rows)), torch.int32)
         call = abi.Draw(
-            logits_RV.data_ptr(), on_device, edited.data_ptr(), told[0].data_ptr(),
+            logits_RV.data_ptr(), given.data_ptr(), edited.data_ptr(), told[0].data_ptr(),
             told[1].data_ptr(), stride, vocab, len(rows),
         )  # fmt: skip
-        return Prepared(call, told, (arrays, edited))
+        return Prepared(call, told, (given, edited))
 
     def _draw(
         self, logits_RV: Tensor, rows: Sequence[SampleRow], *, stops: bool
@@ -119,36 +127,48 @@ class Prepared:
     kept: tuple[object, ...]
 
 
-class _Arrays:
-    """Small arrays on the device, kept until the call that reads them has been queued."""
+class _Blob:
+    """Many small arrays in one, so that they reach the device in one copy."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[Tensor] = []
+    def __init__(self, head_bytes: int) -> None:
+        self._bytes = bytearray(head_bytes)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
 
     def put(self, x: np.ndarray | None) -> int | None:
+        """Where it starts, a multiple of 8; None for nothing."""
         if x is None or not x.size:
             return None
-        # torch has no uint32 of every operation: bytes will do.
-        here = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8).copy()).to(self._device)
-        self._kept.append(here)
-        return here.data_ptr()
+        self._bytes += bytes(-len(self._bytes) % 8)
+        start = len(self._bytes)
+        self._bytes += np.ascontiguousarray(x).tobytes()
+        return start
 
-    def row(self, row: SampleRow, *, stops: bool) -> ctypes.Structure:
-        history, sampling = row.history, row.history.sampling
-        seen_ids, seen = history.seen
-        banned = history.banned(stops=stops)
-        return abi.DrawRow(
-            mask=self.put(row.mask),
-            bias_ids=self.put(history.bias_ids), bias=self.put(history.bias),
-            bias_n=len(history.bias_ids),
-            seen_ids=self.put(seen_ids), seen=self.put(seen), seen_n=len(seen_ids),
-            banned=self.put(banned), banned_n=len(banned),
-            top_k=max(sampling.top_k, 0), temperature=sampling.temperature, top_p=sampling.top_p,
-            min_p=sampling.min_p, presence=sampling.presence_penalty,
-            frequency=sampling.frequency_penalty, repetition=sampling.repetition_penalty,
-            key=draw_key(sampling.seed, row.position),
-        )  # fmt: skip
+    def begun_with(self, head: bytes) -> bytearray:
+        self._bytes[: len(head)] = head
+        return self._bytes
+
+
+def _arrays(row: SampleRow, *, stops: bool) -> tuple[np.ndarray | None, ...]:
+    """Those of aserve_draw_row, in its order."""
+    history = row.history
+    return row.mask, history.bias_ids, history.bias, *history.seen, history.banned(stops=stops)
+
+
+def _addresses(base: int, offsets: Sequence[int | None]) -> list[int | None]:
+    return [None if offset is None else base + offset for offset in offsets]
+
+
+def _numbers(row: SampleRow, *, stops: bool) -> tuple[float, ...]:
+    """The rest of aserve_draw_row, in its order."""
+    history, sampling = row.history, row.history.sampling
+    return (
+        len(history.bias_ids), len(history.seen[0]), len(history.banned(stops=stops)),
+        max(sampling.top_k, 0), sampling.temperature, sampling.top_p, sampling.min_p,
+        sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty,
+        draw_key(sampling.seed, row.position),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -182,3 +182,14 @@ def test_shapes_without_a_kernel_are_refused(cuda_ops: CudaOps) -> None:
         attend = Attend(one, one, one[None], torch.tensor([0, 1], dtype=torch.int32), one + 1)
         with pytest.raises(ValueError, match=r"pages of|head_dim"):
             cuda_ops.attention(torch.zeros(1, heads, dim), kv, attend, 1.0)
+
+
+def test_pages_that_cannot_be_loaded_in_16_bytes_are_refused(cuda_ops: CudaOps) -> None:
+    wide = torch.zeros(2, 2 * 16 * 2 * 64 + 8, dtype=torch.bfloat16)
+    off = KvLayer(*(x[1:-7].view(2, 16, 2, 64) for x in wide))
+    apart = wide[0, : 2 * (16 * 2 * 64 + 4)].view(2, -1)[:, : 16 * 2 * 64].unflatten(1, (16, 2, 64))
+    one = torch.zeros(1, dtype=torch.int32)
+    attend = Attend(one, one, one[None], torch.tensor([0, 1], dtype=torch.int32), one + 1)
+    for kv in (off, KvLayer(apart, apart)):
+        with pytest.raises(ValueError, match="16-byte units"):
+            cuda_ops.attention(torch.zeros(1, 2, 64), kv, attend, 1.0)
