@@ -60,11 +60,15 @@ class Job:
         self._waiter: trio.lowlevel.Task | None = None
         self._result: outcome.Outcome[Any] | None = None
 
-    async def wait(self) -> Any:
-        """The function's result. Cancellation is delivered when it has ended."""
+    async def wait(self, on_cancel: Callable[[], None] | None = None) -> Any:
+        """The function's result. Cancellation is told to `on_cancel`, and delivered when it has
+        ended.
+        """
 
         def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
             self._thread.cancelled = True
+            if on_cancel is not None:
+                on_cancel()
             return trio.lowlevel.Abort.FAILED
 
         return await self._ended(abort)

@@ -78,7 +78,7 @@ class Later:
         self._compute = compute
         self._call = call
 
-    async def wait(self) -> Any:
+    async def wait(self, on_cancel: Callable[[], None]) -> Any:
         return await self._compute(*self._call)
 
     async def abandon(self) -> None:
@@ -152,7 +152,7 @@ class _Rank:
         self._news.set()
 
     def _forward(self, work: Any, inward: Any) -> Any:
-        """Where a step failed, none of those behind it may meet peers."""
+        """Where a step failed, or nobody waits for it, none of those behind it may meet peers."""
         if self._failed:
             return None
         try:
@@ -161,6 +161,9 @@ class _Rank:
             self._failed = True
             raise
 
+    def _fail(self) -> None:
+        self._failed = True
+
     async def answer(self) -> None:
         """Report on each plan that was taken up."""
         hidden, watch, runner = self._hidden, self._watch, self._runner
@@ -168,7 +171,7 @@ class _Rank:
         while await self._wait_turn():
             turn = self._turns[0]
             watch.now("computing")
-            outward = await turn.job.wait()
+            outward = await turn.job.wait(self._fail)
             self._turns.popleft()
             if hidden.has_next:
                 watch.now("sending to the next stage")
@@ -193,7 +196,7 @@ class _Rank:
 
     async def abandon(self) -> None:
         """What was taken up and not computed never will be."""
-        self._failed = True
+        self._fail()
         with trio.CancelScope(shield=True):
             for turn in self._turns:
                 await turn.job.abandon()
