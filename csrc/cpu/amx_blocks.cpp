@@ -1,11 +1,13 @@
 // Quantised weights on AMX tiles. A block of 32 k by 16 outputs is made a tile of bfloat16 integers,
 // multiplied from zero with a tile of rows, stored, and its scale applied in float32.
 //
-// Cycles for a block and 16 rows, measured at 4.1 GHz: two tile loads 20, product 18, tile store 17
-// (all but the product in line), 16 rows scaled 16 to 20, together 41 with a scale alone and 47 with
-// a minimum: 2 * 16 * 16 * 32 operations in 47 cycles are 1.4 TFLOP/s a core. Two orders matter. A
-// tile is stored after the next product is begun (33 cycles for product and store become 20), and
-// rows of a stored tile are read three products later, when they have left the store buffer.
+// Cycles for a block and 16 rows at 4.1 GHz, counted from the parts alone: two tile loads 20, product
+// 18 to 23, tile store 17, 16 rows scaled 16 to 20. A loop of nothing else takes 45, with a minimum
+// 55: 16384 operations in 55 cycles are 1.2 TFLOP/s a core, half of what bfloat16 could have, as
+// storing each product takes as long as the product. In place, with outputs written and blocks
+// unpacked, 67 (q4) and 80 to 90 (q4m) were measured, on a machine that was shared.
+// Two orders matter. A tile is stored after the next product is begun (33 cycles for product and
+// store become 20), and its rows are read three products later, when they have left the store buffer.
 //
 // One to a few rows: 320 bytes (q4m) in 52 cycles are 25 GB/s a core, twice what memory gives one, so
 // a row is bound by memory and seven more cost 10 cycles a block. Unpacking (29 of the 52: a lookup,

@@ -54,6 +54,9 @@ const Kernels& kernels();
 // AMX, for all but float32.
 void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y,
                 int64_t part_step);
+bool amx_gated_fits(const Weight& gate_up, const Weight& down);
+void amx_gated(Team& team, const Weight& gate_up, const Weight& down, const float* x, int64_t m,
+               float* y, int64_t part_step);
 bool amx_attention_fits(const Attention& call);
 void amx_attention(const AttentionTask& task);
 

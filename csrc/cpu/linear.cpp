@@ -67,6 +67,11 @@ void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y, in
 void gated(Team& team, const Weight& gate_up, const Weight& down, const float* x, int64_t m,
            float* y, int64_t part_step) {
   if (m == 0) return;
+#if defined(__x86_64__)
+  if (level() == Level::amx && amx_gated_fits(gate_up, down)) {
+    return amx_gated(team, gate_up, down, x, m, y, part_step);
+  }
+#endif
   const int64_t dim = down.k, rows_max = std::min(m, gated_rows);
   auto* both = static_cast<float*>(thread_scratch(scratch_gate_up, rows_max * gate_up.n * 4));
   auto* hidden = static_cast<float*>(thread_scratch(scratch_hidden, rows_max * dim * 4));
