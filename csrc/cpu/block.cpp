@@ -82,8 +82,8 @@ Attention attention_call(const AttentionBlock& b, const BlockStep& step, const K
 
 void attend_block(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
                   const KvPages& pages, const Stream& stream, float* out) {
-  const float* normed =
-      norm_rows(team, space, b.norm, b.eps, step.rows, b.hidden(), stream);
+  const Team::Busy busy(team);
+  const float* normed = norm_rows(team, space, b.norm, b.eps, step.rows, b.hidden(), stream);
   float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
   linear(team, *b.qkv, normed, step.rows, qkv);
   place_rows(team, b, step, pages, qkv);
@@ -92,6 +92,7 @@ void attend_block(Team& team, Workspace& space, const AttentionBlock& b, const B
 
 void attention_block(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
                      const KvPages& pages, const Stream& stream, Sums sums, float* y) {
+  const Team::Busy busy(team);
   float* out = space.take(Workspace::attended, step.rows * b.out->k);
   attend_block(team, space, b, step, pages, stream, out);
   linear(team, *b.out, out, step.rows, y, sums == Sums::whole ? 0 : step.rows * b.out->n);
@@ -99,12 +100,14 @@ void attention_block(Team& team, Workspace& space, const AttentionBlock& b, cons
 
 void mlp_block(Team& team, Workspace& space, const MlpBlock& b, int64_t rows, const Stream& stream,
                Sums sums, float* y) {
+  const Team::Busy busy(team);
   const float* normed = norm_rows(team, space, b.norm, b.eps, rows, b.hidden(), stream);
   gated(team, *b.gate_up, *b.down, normed, rows, y, sums == Sums::whole ? 0 : rows * b.down->n);
 }
 
 void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep& step,
                const KvPages* pages, const float* x, float* out) {
+  const Team::Busy busy(team);
   const int64_t rows = step.rows, hidden = stack.layers[0].attention.hidden();
   float* added = space.take(Workspace::added, rows * hidden);
   float* total = space.take(Workspace::total, rows * hidden);

@@ -34,70 +34,93 @@ int watch_forks() {
   return 0;
 }
 
-constexpr auto spin_worker = std::chrono::microseconds(60);
-constexpr auto spin_caller = std::chrono::microseconds(200);
+using Clock = std::chrono::steady_clock;
 
-template <class Ready>
-bool spin(std::chrono::microseconds limit, const Ready& ready) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  do {
+constexpr auto spin_worker = std::chrono::microseconds(60);  // between calls that are not one step
+constexpr auto spin_alone = std::chrono::microseconds(50);   // then others may have the core in turn
+
+// Until ready() or give_up(time spun); the latter is asked about every microsecond. Answers ready().
+template <class Ready, class GiveUp>
+bool spin(const Ready& ready, const GiveUp& give_up) {
+  const auto begin = Clock::now();
+  for (;;) {
     for (int i = 0; i < 64; ++i) {
       if (ready()) return true;
       pause();
     }
-  } while (std::chrono::steady_clock::now() < end);
-  return ready();
+    const auto spun = Clock::now() - begin;
+    if (give_up(spun)) return ready();
+    if (spun > spin_alone) std::this_thread::yield();
+  }
 }
 
 }  // namespace
 
 struct Team::State {
-  // High half: the job's number; low half: the next task, or `closed` between jobs. While the fields
-  // of a job change the ticket is closed, so a worker that comes late can never run half a job.
+  // A line of its own for each group of fields: what all read during a job, what all write.
+  // While the fields of a job change the ticket is closed, so a worker that comes late can never run
+  // half a job.
+  struct alignas(64) Job {
+    std::atomic<uint32_t> number{0};
+    std::atomic<bool> failed{false};
+    std::atomic<int64_t> n{0};
+    std::atomic<Call> call{nullptr};
+    std::atomic<const void*> context{nullptr};
+  } job;
+  // High half: the job's number; low half: the next task, or `closed` between jobs.
   static constexpr uint64_t closed = uint64_t{1} << 30;
-  std::atomic<uint64_t> ticket{closed};
-  std::atomic<int64_t> n{0};
-  std::atomic<int64_t> done{0};
-  std::atomic<Call> call{nullptr};
-  std::atomic<const void*> context{nullptr};
-  std::atomic<uint32_t> job{0};
-  std::atomic<bool> failed{false};
+  struct alignas(64) Ticket {
+    std::atomic<uint64_t> next{closed};
+  } ticket;
+  struct alignas(64) Done {
+    std::atomic<int64_t> tasks{0};
+  } done;
+  struct alignas(64) Waiting {
+    std::atomic<bool> stop{false};
+    std::atomic<int> busy{0};  // scopes in which workers stay awake
+    std::atomic<int> sleepers{0};
+  } waiting;
   std::exception_ptr failure;  // written by whoever sets `failed`, read when all tasks are done
-  std::atomic<bool> stop{false};
-  std::atomic<int> sleepers{0};
   std::mutex mutex;  // of the sleepers
   std::condition_variable wake;
   std::mutex callers;
   std::vector<std::thread> workers;
   int generation = fork_generation.load();
 
+  // Takes tasks of a job until there are no more.
   void draw(uint32_t number) {
-    uint64_t now = ticket.load(std::memory_order_acquire);
+    int64_t mine = 0;
+    uint64_t now = ticket.next.load(std::memory_order_acquire);
     for (;;) {
-      const Call call_now = call.load(std::memory_order_acquire);
-      const void* context_now = context.load(std::memory_order_acquire);
+      const Call call = job.call.load(std::memory_order_acquire);
+      const void* context = job.context.load(std::memory_order_acquire);
       const int64_t i = static_cast<int64_t>(now & 0xffffffffu);
-      if (static_cast<uint32_t>(now >> 32) != number || i >= n.load(std::memory_order_acquire)) {
-        return;
+      if (static_cast<uint32_t>(now >> 32) != number || i >= job.n.load(std::memory_order_acquire)) {
+        break;
       }
       // Unchanged since `now` was read means that the fields read between were this job's.
-      if (!ticket.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
+      if (!ticket.next.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
       try {
-        if (!failed.load(std::memory_order_relaxed)) call_now(context_now, i);
+        if (!job.failed.load(std::memory_order_relaxed)) call(context, i);
       } catch (...) {  // it would end the process on a worker, and leave the job open on the caller
-        if (!failed.exchange(true)) failure = std::current_exception();
+        if (!job.failed.exchange(true)) failure = std::current_exception();
       }
-      done.fetch_add(1, std::memory_order_acq_rel);
-      now = ticket.load(std::memory_order_acquire);
+      ++mine;
+      now = ticket.next.load(std::memory_order_acquire);
     }
+    // Once for all: the caller waits for the last of them anyway.
+    if (mine > 0) done.tasks.fetch_add(mine, std::memory_order_acq_rel);
+  }
+
+  void rouse() {
+    if (waiting.sleepers.load(std::memory_order_seq_cst) == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex); }
+    wake.notify_all();
   }
 
   void end() {
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      stop.store(true);
-    }
-    wake.notify_all();
+    waiting.stop.store(true, std::memory_order_seq_cst);
+    rouse();
     for (auto& worker : workers) worker.join();
   }
 
@@ -105,16 +128,23 @@ struct Team::State {
     uint32_t seen = 0;
     for (;;) {
       const auto changed = [&] {
-        return job.load(std::memory_order_seq_cst) != seen || stop.load(std::memory_order_acquire);
+        return job.number.load(std::memory_order_seq_cst) != seen;
       };
-      if (!spin(spin_worker, changed)) {
+      const auto may_sleep = [&](Clock::duration spun) {
+        if (waiting.stop.load(std::memory_order_acquire)) return true;
+        return spun > spin_worker && waiting.busy.load(std::memory_order_acquire) == 0;
+      };
+      if (!spin(changed, may_sleep)) {
         std::unique_lock<std::mutex> lock(mutex);
-        sleepers.fetch_add(1);
-        wake.wait(lock, changed);
-        sleepers.fetch_sub(1);
+        waiting.sleepers.fetch_add(1);
+        wake.wait(lock, [&] {
+          return changed() || waiting.busy.load() > 0 || waiting.stop.load();
+        });
+        waiting.sleepers.fetch_sub(1);
       }
-      if (stop.load(std::memory_order_acquire)) return;
-      seen = job.load(std::memory_order_acquire);
+      if (waiting.stop.load(std::memory_order_acquire)) return;
+      if (!changed()) continue;
+      seen = job.number.load(std::memory_order_acquire);
       draw(seen);
     }
   }
@@ -150,24 +180,31 @@ void Team::run_erased(int64_t n, Call call, const void* context) {
     return;
   }
   std::lock_guard<std::mutex> one(state.callers);
-  const uint32_t number = state.job.load(std::memory_order_relaxed) + 1;
-  state.call.store(call, std::memory_order_release);
-  state.context.store(context, std::memory_order_release);
-  state.n.store(n, std::memory_order_release);
-  state.done.store(0, std::memory_order_release);
-  state.failed.store(false, std::memory_order_relaxed);
-  state.ticket.store(static_cast<uint64_t>(number) << 32, std::memory_order_release);
-  state.job.store(number, std::memory_order_seq_cst);
-  if (state.sleepers.load(std::memory_order_seq_cst) > 0) {
-    { std::lock_guard<std::mutex> lock(state.mutex); }
-    state.wake.notify_all();
-  }
+  const uint32_t number = state.job.number.load(std::memory_order_relaxed) + 1;
+  state.job.call.store(call, std::memory_order_release);
+  state.job.context.store(context, std::memory_order_release);
+  state.job.n.store(n, std::memory_order_release);
+  state.job.failed.store(false, std::memory_order_relaxed);
+  state.done.tasks.store(0, std::memory_order_release);
+  state.ticket.next.store(static_cast<uint64_t>(number) << 32, std::memory_order_release);
+  state.job.number.store(number, std::memory_order_seq_cst);
+  state.rouse();
   state.draw(number);
-  const auto finished = [&] { return state.done.load(std::memory_order_acquire) == n; };
-  while (!spin(spin_caller, finished)) std::this_thread::yield();
-  state.ticket.store((static_cast<uint64_t>(number) << 32) | State::closed,
-                     std::memory_order_release);
-  if (state.failed.load()) std::rethrow_exception(std::exchange(state.failure, nullptr));
+  spin([&] { return state.done.tasks.load(std::memory_order_acquire) == n; },
+       [](Clock::duration) { return false; });
+  state.ticket.next.store((static_cast<uint64_t>(number) << 32) | State::closed,
+                          std::memory_order_release);
+  if (state.job.failed.load()) std::rethrow_exception(std::exchange(state.failure, nullptr));
+}
+
+Team::Busy::Busy(Team& team) : state_(team.threads_ > 1 ? team.state_.get() : nullptr) {
+  if (state_ == nullptr) return;
+  state_->waiting.busy.fetch_add(1, std::memory_order_seq_cst);
+  if (state_->generation == fork_generation.load(std::memory_order_relaxed)) state_->rouse();
+}
+
+Team::Busy::~Busy() {
+  if (state_ != nullptr) state_->waiting.busy.fetch_sub(1, std::memory_order_acq_rel);
 }
 
 namespace {

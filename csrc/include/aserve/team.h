@@ -1,4 +1,5 @@
 // A persistent team of threads that shares out numbered tasks. Workers spin briefly, then sleep.
+// Between the calls of one step they stay awake.
 #pragma once
 
 #include <cstdint>
@@ -29,10 +30,26 @@ class Team {
   }
 
  private:
+  struct State;
+
+ public:
+  // While one lives, workers wait for the next call awake: for the length of a step, whose calls
+  // follow each other within microseconds. Wakes them at once.
+  class Busy {
+   public:
+    explicit Busy(Team& team);
+    ~Busy();
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    State* state_;
+  };
+
+ private:
   using Call = void (*)(const void*, int64_t);
   void run_erased(int64_t n, Call call, const void* context);
 
-  struct State;
   int threads_;
   std::shared_ptr<State> state_;
 };
