@@ -1,10 +1,9 @@
 #include "aserve/linear.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
+#include "aserve/memory.h"
 #include "bind.h"
 #include "packed.h"
 
@@ -18,9 +17,8 @@ std::unique_ptr<Packed> make(Format format, int64_t n, int64_t k, Address bias,
   require(row_blocks > 0 && k % row_blocks == 0, "K does not split into equal row blocks");
   auto packed = std::make_unique<Packed>();
   packed->weight = weight_shape(format, n, k, row_blocks);
-  const int64_t bytes = (packed->weight.packed_bytes() + 4095) / 4096 * 4096;
-  packed->memory.reset(std::aligned_alloc(4096, static_cast<size_t>(bytes)));
-  if (!packed->memory) throw std::bad_alloc();
+  static Arena arena;
+  packed->memory = arena.take(packed->weight.packed_bytes());
   packed->weight.packed = packed->memory.get();
   if (bias != 0) {
     packed->bias.assign(at<float>(bias), at<float>(bias) + n);

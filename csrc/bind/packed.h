@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -10,14 +9,10 @@
 
 namespace aserve {
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
 // A weight with the memory it lives in.
 struct Packed {
   Weight weight;
-  std::unique_ptr<void, Free> memory;
+  std::shared_ptr<void> memory;  // a piece of what weights share
   std::vector<float> bias;
   int64_t nbytes() const {
     return weight.packed_bytes() + static_cast<int64_t>(bias.size() * sizeof(float));

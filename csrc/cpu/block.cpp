@@ -1,7 +1,6 @@
 #include "aserve/block.h"
 
-#include <cstdlib>
-#include <new>
+#include <algorithm>
 
 #include "aserve/kv.h"
 #include "aserve/rows.h"
@@ -9,21 +8,15 @@
 
 namespace aserve {
 
-Workspace::~Workspace() {
-  for (float* p : at_) std::free(p);
-}
-
 float* Workspace::take(Slot slot, int64_t floats) {
-  if (floats_[slot] < floats) {
-    std::free(at_[slot]);
-    floats_[slot] = 0;
-    const int64_t rounded = ceil_div(floats, 1024) * 1024;
-    at_[slot] = static_cast<float*>(
-        std::aligned_alloc(64, static_cast<size_t>(rounded) * sizeof(float)));
-    if (at_[slot] == nullptr) throw std::bad_alloc();
-    floats_[slot] = rounded;
+  int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
+  if (bytes_[slot] < bytes) {
+    bytes_[slot] = 0;
+    at_[slot].reset();
+    at_[slot] = take_memory(&bytes);
+    bytes_[slot] = bytes;
   }
-  return at_[slot];
+  return static_cast<float*>(at_[slot].get());
 }
 
 namespace {
@@ -38,6 +31,23 @@ const float* norm_rows(Team& team, Workspace& space, const float* weight, float 
   return y;
 }
 
+constexpr int64_t rows_ahead = 8;  // whose places are asked for before they are written
+
+// Asks for where k and v of some rows will be written. The whole model has been read since a step was
+// last here, and stores that miss wait for each other.
+void fetch_places(const BlockStep& step, const KvPages& pages, int64_t begin, int64_t end) {
+  const int64_t item = type_bytes(pages.type);
+  for (int64_t row = begin; row < std::min(end, step.rows); ++row) {
+    const auto fetch = [&](void* pool, const PageShape& shape) {
+      const char* at = static_cast<char*>(pool) + slot_offset(shape, step.slots[row]) * item;
+      const int64_t bytes = shape.heads * shape.dim * item;
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 1);
+    };
+    fetch(pages.k, pages.k_shape);
+    fetch(pages.v, pages.v_shape);
+  }
+}
+
 // Norms q and k, rotates them and writes k and v, row by row: a row is still in the first cache.
 void place_rows(Team& team, const AttentionBlock& b, const BlockStep& step, const KvPages& pages,
                 float* qkv) {
@@ -47,6 +57,7 @@ void place_rows(Team& team, const AttentionBlock& b, const BlockStep& step, cons
   };
   share_rows(team, step.rows, stride, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
+      fetch_places(step, pages, row + rows_ahead, std::min(end, row + rows_ahead + 1));
       float* q = qkv + row * stride;
       float* k = q + q_len;
       if (b.q_norm != nullptr) {
@@ -85,6 +96,7 @@ void attend_block(Team& team, Workspace& space, const AttentionBlock& b, const B
   const Team::Busy busy(team);
   const float* normed = norm_rows(team, space, b.norm, b.eps, step.rows, b.hidden(), stream);
   float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
+  fetch_places(step, pages, 0, rows_ahead);
   linear(team, *b.qkv, normed, step.rows, qkv);
   place_rows(team, b, step, pages, qkv);
   attention(team, attention_call(b, step, pages, qkv, out));

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <new>
@@ -14,6 +13,8 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+
+#include "aserve/memory.h"
 
 namespace aserve {
 namespace {
@@ -210,11 +211,8 @@ Team::Busy::~Busy() {
 namespace {
 
 struct Buffers {
-  void* at[scratch_n] = {};
+  Memory at[scratch_n];
   int64_t bytes[scratch_n] = {};
-  ~Buffers() {
-    for (void* p : at) std::free(p);
-  }
 };
 
 }  // namespace
@@ -222,14 +220,12 @@ struct Buffers {
 void* thread_scratch(Scratch slot, int64_t bytes) {
   static thread_local Buffers buffers;
   if (buffers.bytes[slot] < bytes) {
-    std::free(buffers.at[slot]);
     buffers.bytes[slot] = 0;
-    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
-    buffers.at[slot] = std::aligned_alloc(64, static_cast<size_t>(rounded));
-    if (buffers.at[slot] == nullptr) throw std::bad_alloc();
-    buffers.bytes[slot] = rounded;
+    buffers.at[slot].reset();
+    buffers.at[slot] = take_memory(&bytes);
+    buffers.bytes[slot] = bytes;
   }
-  return buffers.at[slot];
+  return buffers.at[slot].get();
 }
 
 }  // namespace aserve

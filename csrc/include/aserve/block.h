@@ -8,6 +8,7 @@
 #include "aserve/attention.h"
 #include "aserve/index.h"
 #include "aserve/linear.h"
+#include "aserve/memory.h"
 #include "aserve/number.h"
 #include "aserve/team.h"
 
@@ -63,16 +64,12 @@ struct Stream {
 class Workspace {
  public:
   enum Slot { normed, qkv, attended, added, total, slots_n };
-  Workspace() = default;
-  ~Workspace();
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
   // A second request for a slot invalidates the first. Throws std::bad_alloc.
   float* take(Slot slot, int64_t floats);
 
  private:
-  float* at_[slots_n] = {};
-  int64_t floats_[slots_n] = {};
+  Memory at_[slots_n];
+  int64_t bytes_[slots_n] = {};
 };
 
 // All row blocks of the last linear added up, or each alone: [row block][rows][hidden].
