@@ -86,16 +86,21 @@ def mixed_script(more: int = 0) -> Script:
 
 
 class Recorder:
-    """A sampler that keeps every logit it is given."""
+    """A sampler that keeps every logit it is given, and draws what stands in the script."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Script) -> None:
         self.logits: Logits = {}
+        self._texts = script.texts
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
         assert len(logits_RV) == len(rows)
+        drawn = []
         for logits_V, row in zip(logits_RV, rows, strict=True):
-            self._keep((row.history.sampling.seed, row.position), logits_V)
-        return [Drawn(int(token)) for token in logits_RV.argmax(-1)]
+            seq = row.history.sampling.seed
+            self._keep((seq, row.position), logits_V)
+            follows = self._texts[seq].tokens[row.position : row.position + 1]
+            drawn.append(Drawn(follows[0] if follows else 0))
+        return drawn
 
     def logprobs(
         self, logits_RV: Tensor, targets: Sequence[int], wanted: int
@@ -114,7 +119,7 @@ class Rank:
 
     def __init__(self, model: Model, layer: LayerEnd, script: Script) -> None:
         self.grid, self.layer, self.script = model.grid, layer, script
-        self.recorder = Recorder()
+        self.recorder = Recorder(script)
         regions = model.regions()
         kv = KvStore(regions, PAGE_SIZE, PAGES)
         for pool in kv.layers:  # a slot that is read before it is written shows in the logits

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 
 QUESTIONS = ("What is the capital of France?", "Name two colours.", "Write one line about rain.")
 N_TOKENS = 12
-# How far bfloat16 activations and KV move a logit of this model; measured 0.5 at most.
-LOGIT_TOLERANCE = 1.0
+# How far bfloat16 activations and KV move a logit of this model; measured 0.45 at most.
+LOGIT_TOLERANCE = 0.75
 MARGIN = 2 * LOGIT_TOLERANCE  # of a first choice that such a move cannot turn
 
 
@@ -83,7 +83,7 @@ def test_text_is_that_of_transformers_where_the_choice_is_clear(
     assert (logits - exact).abs().max() < LOGIT_TOLERANCE
     best = exact.topk(2).values
     clear = (best[:, 0] - best[:, 1]) > MARGIN
-    assert clear[len(tokens) :].sum() >= 3
+    assert clear[len(tokens) :].sum() >= 2
     assert torch.equal(logits.argmax(-1)[clear], exact.argmax(-1)[clear])
     assert torch.nn.functional.cosine_similarity(logits, exact).min() > 0.999
 
