@@ -14,6 +14,7 @@ from aserve.core.config import Cache, Config
 from aserve.core.layout import Grid
 from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
+from aserve.models.regions import Region, stored_as
 from aserve.models.registry import Model, check_layout, load_model, load_spec
 from aserve.models.spec import ModelSpec
 from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
@@ -98,17 +99,25 @@ def check_model(config: Config) -> tuple[str, ...] | None:
 class RankModel:
     """One rank's share of the weights; any number of runners, one after another, may use it."""
 
-    def __init__(self, model: Model, sampler: Sampler, page_size: int, pages: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        regions: Sequence[Region],
+        page_size: int,
+        pages: int,
+    ) -> None:
         self.pages = pages  # that this rank has room for
         self.n_layers = model.spec.layers
         self.fingerprint = fingerprint(model.spec)
         self._model = model
         self._sampler = sampler
+        self._regions = regions
         self._page_size = page_size
 
     def runner(self, tokenizer: Tokenizer, plane: LayerPlane, pages_total: int) -> Runner:
         """A runner with empty KV pools."""
-        kv = KvStore(self._model.regions(), self._page_size, pages_total)
+        kv = KvStore(self._regions, self._page_size, pages_total)
         return Runner(self._model, kv, self._sampler, tokenizer, plane)
 
 
@@ -156,8 +165,9 @@ def load_rank(
     sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
     tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
     cache = _fair_share(config.cache, share.n_local)
-    pages = pages_for(model.regions(), cache, tokens_max=tokens_max)
-    return RankModel(model, sampler, config.cache.page_size, pages)
+    regions = stored_as(model.regions(), cache.kv_dtype)
+    pages = pages_for(regions, cache, tokens_max=tokens_max)
+    return RankModel(model, sampler, regions, config.cache.page_size, pages)
 
 
 def _fair_share(cache: Cache, n_local: int) -> Cache:

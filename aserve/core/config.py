@@ -62,6 +62,7 @@ class Cache(Struct, frozen=True):
     page_size: int = 16
     kv_tokens: int | None = None
     kv_mib_max: int = 2048
+    kv_dtype: Literal["auto", "bf16", "float32", "int8"] = "auto"
 
 
 class Compute(Struct, frozen=True):

@@ -33,6 +33,7 @@ class Feature(StrEnum):
     REASONING = "reasoning content"
     FLOAT32 = "float32 weights"
     BLOCKS = "weights in blocks of 8 or 4 bits"
+    KV_INT8 = "int8 KV cache"
     TP = "tensor parallelism"
     PP = "pipeline parallelism"
     DP = "data-parallel attention"
@@ -101,6 +102,7 @@ SET_BY: dict[Feature, str] = {
     Feature.REASONING: "model.reasoning_parser",
     Feature.FLOAT32: "model.dtype",
     Feature.BLOCKS: "model.weights",
+    Feature.KV_INT8: "cache.kv_dtype",
     Feature.TP: "layout.tp",
     Feature.PP: "layout.pp",
     Feature.DP: "layout.dp",
@@ -176,6 +178,7 @@ ASKED: dict[Feature, Callable[[Config], bool]] = {
     Feature.PREFIX_CACHE: lambda config: config.schedule.prefix_cache,
     Feature.FLOAT32: lambda config: config.model.dtype == "float32",
     Feature.BLOCKS: lambda config: config.model.weights != "bf16",
+    Feature.KV_INT8: lambda config: config.cache.kv_dtype == "int8",
     Feature.TP: lambda config: config.layout.tp > 1,
     Feature.PP: lambda config: config.layout.pp > 1,
     Feature.DP: lambda config: config.layout.dp > 1,

@@ -48,6 +48,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "cache.page_size": (1, 1024, "tokens of one KV page"),
     "cache.kv_tokens": (1, 1 << 31, "size of the KV pool; default: a share of free memory"),
     "cache.kv_mib_max": (1, 1 << 24, "bound on the default size of the KV pool, in MiB"),
+    "cache.kv_dtype": (None, None, "of the KV cache: auto is the model's, int8 halves bf16"),
     "compute.threads": (1, 4096, "default: every core this process may use"),
     "compute.kernels": (None, None, "native (csrc) or reference (plain torch)"),
     "compute.fused": (None, None, "native kernels run whole blocks of layers in one call"),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from aserve.core.replica import RowsView
-from aserve.tensor.ops import Attend
+from aserve.tensor.ops import Attend, paths_of, tree_of
 from aserve.tensor.tokens import Seat, Tokens
 
 Ints = npt.NDArray[np.int32]
@@ -72,7 +72,6 @@ def tokens_of(views: Sequence[RowsView], seat: Seat) -> Tokens:
     """Where the rows of a plan are, its groups in order."""
     lengths: list[list[int]] = [[] for _ in range(seat.grid.dp)]
     for view in views:
-        assert not view.rows.parents, "trees of rows come with speculation"
         lengths[view.group].append(len(view.rows.tokens))
     return Tokens(seat, lengths)
 
@@ -119,17 +118,20 @@ def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> At
     page_table_NP = tables.gather(rows_N, pages_max)
     n_rows = int(row_start_M[-1])
     if n_rows == len(views):
-        positions_T, owner_T = start_N, np.arange(len(views), dtype=np.int32)
+        places_T, owner_T = start_N, np.arange(len(views), dtype=np.int32)
     else:
         owner_T = np.repeat(np.arange(len(views), dtype=np.int32), count_N)
         within_T = np.arange(n_rows, dtype=np.int32) - row_start_M[owner_T]
-        positions_T = start_N[owner_T] + within_T
-    page_T, offset_T = np.divmod(positions_T, np.int32(tables.page_size))
+        places_T = start_N[owner_T] + within_T
+    page_T, offset_T = np.divmod(places_T, np.int32(tables.page_size))
     slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
+    paths = _paths(views)
+    positions_T = places_T if paths is None else _ints([a for v in views for a in v.positions()])
     if tokens.seat.grid.cp > 1:
         # KV comes from all cp ranks, queries are those rows that were cut for this one.
         slots_T = slots_T[tokens.group_order]
         positions_T = positions_T[tokens.local_order]
+        paths = None if paths is None else [paths[row] for row in tokens.local_order.tolist()]
         local_N = np.bincount(owner_T[tokens.local_order], minlength=len(views))
         np.cumsum(local_N, out=row_start_M[1:])
     return Attend(
@@ -138,7 +140,24 @@ def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> At
         page_table_NP=torch.from_numpy(page_table_NP),
         row_start_M=torch.from_numpy(row_start_M),
         kv_len_N=torch.from_numpy(kv_len_N),
+        tree=None if paths is None else tree_of(paths),
     )
+
+
+def _paths(views: Sequence[RowsView]) -> list[list[int]] | None:
+    """Of each row in its tree, empty where rows are a chain; None: all are."""
+    if not any(_is_tree(view) for view in views):
+        return None
+    paths: list[list[int]] = []
+    for view in views:
+        paths += paths_of(view.rows.parents) if _is_tree(view) else [[]] * len(view.rows.tokens)
+    return paths
+
+
+def _is_tree(view: RowsView) -> bool:
+    """A tree in which every row is its predecessor's child is a chain like any other."""
+    parents = view.rows.parents
+    return bool(parents) and parents != tuple(range(-1, len(parents) - 1))
 
 
 def _ints(values: list[int]) -> Ints:

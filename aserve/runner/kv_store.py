@@ -27,7 +27,7 @@ class KvStore:
         layers: dict[int, KvLayer] = {}
         for region in regions:
             assert region.per == "token", region
-            shape = (len(region.layers), 2, pages_total, page_size, region.heads, region.head_dim)
+            shape = (len(region.layers), 2, pages_total, page_size, region.heads, region.stored_dim)
             pool_bytes = len(region.layers) * region.item_bytes * page_size * pages_total
             # numpy asks for zeroed memory that costs nothing until it is written.
             pool = torch.from_numpy(_zeros(pool_bytes)).view(region.dtype)

@@ -90,6 +90,8 @@ class Runner:
         drops: tuple[int, ...] = (),
     ) -> Work:
         """What is to be done for the rows of a plan that has been applied."""
+        # They can be computed; drawing the path through one is not written yet.
+        assert not any(view.rows.parents for view in views), "trees of rows come with speculation"
         tokens = tokens_of(views, self._seat)
         inward: dict[str, tuple[Shape, torch.dtype]] = {}
         if not self._model.is_first:

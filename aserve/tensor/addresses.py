@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from aserve.tensor.ops import Tree
+
 _F32, _BF16, _I32 = torch.float32, torch.bfloat16, torch.int32
 
 
@@ -63,9 +65,18 @@ def indices(name: str, x: Tensor, n: int) -> int:
     return x.data_ptr()
 
 
+KV_TYPES = {_F32: 0, _BF16: 1, torch.int8: 2}  # by their number in csrc/include/aserve/number.h
+
+
+def kv_type(pool: Tensor) -> int:
+    if pool.dtype not in KV_TYPES:
+        raise ValueError(f"pages are {pool.dtype}: they hold float32, bfloat16 or int8")
+    return KV_TYPES[pool.dtype]
+
+
 def pages(pool: Tensor) -> tuple[int, int, int, int, int]:
     """Shape of the pages and the stride between them; a page itself must be contiguous."""
-    weight_dtype("pages", pool)
+    kv_type(pool)
     pages, page_size, heads, dim = pool.shape
     stride = pool.stride()
     if stride[1:] != (heads * dim, dim, 1) and not pool.is_contiguous():
@@ -74,6 +85,15 @@ def pages(pool: Tensor) -> tuple[int, int, int, int, int]:
     if pages > 1 and stride[0] < page_len:
         raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: they overlap")
     return pages, page_size, heads, dim, max(stride[0], page_len)
+
+
+def tree_paths(tree: Tree | None, rows: int) -> tuple[int, int, int]:
+    """Where the paths of so many rows begin, the paths, how long they are; all 0 without a tree."""
+    if tree is None:
+        return 0, 0, 0
+    paths_len = tree.paths.numel()
+    start = indices("path_start", tree.path_start_T1, rows + 1)
+    return start, indices("paths", tree.paths, paths_len), paths_len
 
 
 def row_bytes(x: Tensor) -> tuple[int, int, int, int]:

@@ -56,9 +56,7 @@ class CudaLinear:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sight:
-    """What narrows or widens what rows see, beyond `Attend`; see cuda.cuh, aserve_attend."""
-
+class Sight:  # what narrows or widens what rows see, beyond `Attend`; see aserve_attend
     window: int = 0  # keys, the row's own included; 0: all
     sinks_H: Tensor | None = None  # float32
     path_start_M: Tensor | None = None  # int32, rows + 1
@@ -279,13 +277,16 @@ class CudaOps:
             self.check_here(x, y)
             self.call("kv_copy", copy_of(x, y, copy))
 
-    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
-        return self.attention_with(q_THD, kv, attend, scale, ALL_KEYS)
+    def attention(
+        self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float, window: int = 0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        paths = () if attend.tree is None else (attend.tree.path_start_T1, attend.tree.paths)
+        return self.attention_with(q_THD, kv, attend, scale, Sight(window, sinks_H, *paths))
 
     def attention_with(
         self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float, sight: Sight
     ) -> Tensor:
-        """`attention` within a window, with sinks, or of trees."""
         rows, heads, dim = q_THD.shape
         pages = self._pages(kv)
         if pages.type == 0 or pages.dim != dim or heads % pages.heads:

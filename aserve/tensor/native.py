@@ -13,12 +13,14 @@ from torch import Tensor
 from aserve import _native
 from aserve.tensor.addresses import (
     indices,
+    kv_type,
     matrix,
     norm_weight,
     pages,
     require_same,
     row_bytes,
     row_stride,
+    tree_paths,
     weight_dtype,
 )
 from aserve.tensor.native_blocks import NativeBlocks
@@ -206,21 +208,16 @@ class NativeOps:
 
     def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None:
         rows = k_TGD.shape[0]
-        slots = indices("slots", slots_T, rows)
+        places = []
         for x_TGD, pool in ((k_TGD, kv.k_PSHD), (v_TGD, kv.v_PSHD)):
             shape = pages(pool)
-            if x_TGD.shape != (rows, shape[2], shape[3]):
-                raise ValueError(f"rows of {tuple(x_TGD.shape)} do not fit pages of {shape[:4]}")
-            _native.kv_append(
-                self.team,
-                pool.dtype is _BF16,
-                x_TGD.data_ptr(),
-                row_stride("k or v", x_TGD),
-                pool.data_ptr(),
-                shape,
-                slots,
-                rows,
-            )
+            if pool.dtype is not kv.k_PSHD.dtype or x_TGD.shape != (rows, shape[2], kv.head_dim):
+                raise ValueError(
+                    f"rows of {tuple(x_TGD.shape)} do not fit pages of {shape[:4]} {pool.dtype}"
+                )
+            places.append((x_TGD.data_ptr(), row_stride("k or v", x_TGD), pool.data_ptr(), shape))
+        slots = indices("slots", slots_T, rows)
+        _native.kv_append(self.team, kv_type(kv.k_PSHD), *places, slots, rows)
 
     def kv_gather(self, kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         rows = slots_T.shape[0]
@@ -229,15 +226,8 @@ class NativeOps:
         for pool in (kv.k_PSHD, kv.v_PSHD):
             shape = pages(pool)
             gathered = _empty((rows, shape[2], shape[3]), dtype=pool.dtype)
-            _native.kv_gather(
-                self.team,
-                pool.dtype is _BF16,
-                pool.data_ptr(),
-                shape,
-                slots,
-                rows,
-                gathered.data_ptr(),
-            )
+            to = gathered.data_ptr()
+            _native.kv_gather(self.team, kv_type(pool), pool.data_ptr(), shape, slots, rows, to)
             out.append(gathered)
         return out[0], out[1]
 
@@ -247,8 +237,7 @@ class NativeOps:
         end = indices("slots_to", slots_to, rows)
         for pool in (kv.k_PSHD, kv.v_PSHD):
             shape = pages(pool)
-            is_bf16 = pool.dtype is _BF16
-            _native.kv_move(self.team, is_bf16, pool.data_ptr(), shape, start, end, rows)
+            _native.kv_move(self.team, kv_type(pool), pool.data_ptr(), shape, start, end, rows)
 
     def kv_copy(self, source: KvLayer, to: KvLayer, copy: KvCopy) -> None:
         tables = [
@@ -264,16 +253,24 @@ class NativeOps:
                 raise ValueError(f"pages of {x.dtype} cannot be copied to pages of {y.dtype}")
             _native.kv_copy(
                 self.team,
-                x.dtype is _BF16,
+                kv_type(x),
                 (x.data_ptr(), pages(x), *tables[0]),
                 (y.data_ptr(), pages(y), *tables[1]),
                 (heads, copy.begin, copy.end),
             )
 
-    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: KvLayer,
+        attend: Attend,
+        scale: float,
+        window: int = 0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         rows, heads, dim = q_THD.shape
         k, v = kv.k_PSHD, kv.v_PSHD
-        if k.dtype is not v.dtype or k.shape[3] != dim:
+        if k.dtype is not v.dtype or kv.head_dim != dim:
             raise ValueError(f"q of {tuple(q_THD.shape)}, pages of {tuple(k.shape)} {k.dtype}")
         table = attend.page_table_NP
         sequences, pages_max = table.shape
@@ -282,11 +279,9 @@ class NativeOps:
         out = _empty((rows, heads, dim))
         _native.attention(
             self.team,
-            q_THD.data_ptr(),
-            row_stride("q", q_THD),
+            (q_THD.data_ptr(), row_stride("q", q_THD), heads),
             rows,
-            heads,
-            (k.dtype is _BF16, k.data_ptr(), v.data_ptr(), pages(k), pages(v)),
+            (kv_type(k), k.data_ptr(), v.data_ptr(), pages(k), pages(v)),
             (
                 sequences,
                 indices("row_start", attend.row_start_M, sequences + 1),
@@ -294,8 +289,9 @@ class NativeOps:
                 indices("kv_len", attend.kv_len_N, sequences),
                 table.data_ptr(),
                 pages_max,
+                *tree_paths(attend.tree, rows),
             ),
-            scale,
+            (scale, window, 0 if sinks_H is None else norm_weight(sinks_H, heads)),
             out.data_ptr(),
         )
         return out

@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from aserve import _native
-from aserve.tensor.addresses import indices, matrix, norm_weight, pages, require_same
+from aserve.tensor.addresses import (
+    indices,
+    kv_type,
+    matrix,
+    norm_weight,
+    pages,
+    require_same,
+    tree_paths,
+)
 from aserve.tensor.blocks import AttentionBlock, AttentionPart, BlockStep, MlpBlock, MlpPart
 from aserve.tensor.ops import Attend, KvLayer
 from aserve.tensor.rope import RopeTable
 
-_F32, _BF16, _I32 = torch.float32, torch.bfloat16, torch.int32
+_F32, _I32 = torch.float32, torch.int32
 _empty = torch.empty
 
 Pool = tuple[object, ...]
@@ -51,6 +59,7 @@ class NativeBlocks:
             indices("kv_len", attend.kv_len_N, sequences),
             page_table.data_ptr(),
             page_table.shape[1],
+            *tree_paths(attend.tree, n_rows),
         )
         slots = indices("slots", attend.slots_T, n_rows)
         addresses = (n_rows, slots, who, table.data_ptr(), *table.shape)
@@ -217,7 +226,7 @@ def _pool(layer: KvLayer) -> Pool:
     k, v = layer.k_PSHD, layer.v_PSHD
     if k.dtype is not v.dtype:
         raise ValueError(f"k pages are {k.dtype}, v pages {v.dtype}")
-    return k.dtype is _BF16, k.data_ptr(), v.data_ptr(), pages(k), pages(v)
+    return kv_type(k), k.data_ptr(), v.data_ptr(), pages(k), pages(v)
 
 
 def _addresses(step: BlockStep, x_TH: Tensor) -> tuple[object, ...]:

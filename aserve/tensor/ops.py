@@ -1,7 +1,7 @@
 """What a model asks of its device: the `Ops` Protocol, the data its calls share, how to open one.
 
-Activations are float32 (the twin also takes float64). Weights and KV are bfloat16 or float32; a
-bfloat16 linear rounds its input rows to bfloat16, sums in float32 and returns float32.
+Activations are float32 (the twin also takes float64). Weights are bfloat16 or float32; a bfloat16
+linear rounds its input rows to bfloat16, sums in float32 and returns float32. KV may also be int8.
 """
 
 import dataclasses
@@ -41,12 +41,56 @@ class Linear(Protocol):
     def row_blocks(self) -> int: ...
 
 
+SCALE_BYTES = 4  # of a head of int8 KV: a float32 behind its values
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvLayer:
-    """One layer's pages: [pages, page_size, kv_heads, head_dim] each; a page is contiguous."""
+    """One layer's pages: [pages, page_size, kv_heads, head_dim] each; a page is contiguous.
+
+    Of int8 a head is `head_dim` values and then the bytes of their scale, the greatest magnitude of
+    that token's head / 127; so whatever moves heads of KV about moves their scales with them.
+    """
 
     k_PSHD: Tensor
     v_PSHD: Tensor
+
+    @property
+    def head_dim(self) -> int:
+        stored = self.k_PSHD.shape[3]
+        return stored - SCALE_BYTES if self.k_PSHD.dtype == torch.int8 else stored
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    """Which keys rows of drafted trees see beyond those before the tree; int32.
+
+    The path of row t is `paths[path_start_T1[t]:path_start_T1[t + 1]]`: the rows from a root down
+    to itself, by their place after the sequence's KV, which ends where its tree begins. Its
+    position is that length + its depth. Row i of a tree has its KV in the slot of place i. A row
+    without a path is of a sequence without a tree.
+    """
+
+    path_start_T1: Tensor
+    paths: Tensor
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """Of each row of a tree the path from a root to itself. A parent of -1 is a root's; others come
+    before their children."""
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), row])
+    return paths
+
+
+def tree_of(paths: Sequence[Sequence[int]]) -> Tree:
+    """Of the paths of all rows, empty where there is no tree."""
+    ends = [0]
+    for path in paths:
+        ends.append(ends[-1] + len(path))
+    flat = [place for path in paths for place in path]
+    return Tree(torch.tensor(ends, dtype=torch.int32), torch.tensor(flat, dtype=torch.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +99,8 @@ class Attend:
 
     Sequence n owns rows `row_start_M[n]:row_start_M[n + 1]`, maybe none. Row t stands at position
     `positions_T[t]` and sees every key of its sequence up to there, this step's included. Positions
-    of a sequence ascend; they need not be consecutive, as under context parallelism.
+    of a sequence ascend; they need not be consecutive, as under context parallelism. Rows of a tree
+    see their own path instead of what is in the pages after its beginning, and are in any order.
     """
 
     slots_T: Tensor  # page * page_size + offset for `kv_append`: of these rows, or of more
@@ -63,6 +108,7 @@ class Attend:
     page_table_NP: Tensor  # page ids, padded with 0
     row_start_M: Tensor  # N + 1 entries
     kv_len_N: Tensor  # KV length in the pool, with this step's rows on all ranks
+    tree: Tree | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,8 +202,21 @@ class Ops(Protocol):
         """Copy between layouts of one dtype; nothing else of the destination is touched."""
         ...
 
-    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
-        """softmax(q k^T * scale) v over the keys in its pages that a row sees: [T, H, D]."""
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: KvLayer,
+        attend: Attend,
+        scale: float,
+        window: int = 0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """softmax(q k^T * scale) v over the keys in its pages that a row sees: [T, H, D].
+
+        With a window a row at position p sees no key before p - window + 1. `sinks_H` (float32)
+        are one more logit each in the softmax of a head, without a value (as in gpt-oss). A row of
+        a tree has the bits of the same token in a plain sequence.
+        """
         ...
 
     # Context parallelism splits the rows of a group, `lengths[n]` of sequence n one after the

@@ -12,6 +12,7 @@ from torch import Tensor
 from aserve.tensor.collective import sum_blocks
 from aserve.tensor.ops import (
     BLOCK_FORMATS,
+    SCALE_BYTES,
     Attend,
     BlockKind,
     CpKind,
@@ -138,9 +139,9 @@ class ReferenceOps:
         return torch.nn.functional.silu(gate) * up
 
     def kv_append(self, k_TGD: Tensor, v_TGD: Tensor, kv: KvLayer, slots_T: Tensor) -> None:
-        page_T, offset_T = _places(kv, slots_T)
-        kv.k_PSHD[page_T, offset_T] = k_TGD.to(kv.k_PSHD.dtype)
-        kv.v_PSHD[page_T, offset_T] = v_TGD.to(kv.v_PSHD.dtype)
+        place = _places(kv, slots_T)
+        for x_TGD, pool in ((k_TGD, kv.k_PSHD), (v_TGD, kv.v_PSHD)):
+            pool[place] = _quantised(x_TGD) if pool.dtype == torch.int8 else x_TGD.to(pool.dtype)
 
     def kv_gather(self, kv: KvLayer, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         place = _places(kv, slots_T)
@@ -164,21 +165,31 @@ class ReferenceOps:
             page_T, offset_T = _pages_of(y, copy.pages_to, place)
             y[page_T, offset_T, copy.head_to : copy.head_to + heads] = part
 
-    def attention(self, q_THD: Tensor, kv: KvLayer, attend: Attend, scale: float) -> Tensor:
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: KvLayer,
+        attend: Attend,
+        scale: float,
+        window: int = 0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         out = torch.empty_like(q_THD)
         row_start = attend.row_start_M.tolist()
         for n, pages_P in enumerate(attend.page_table_NP):
-            rows = slice(row_start[n], row_start[n + 1])
-            if rows.start == rows.stop:
-                continue
-            position_R = attend.positions_T[rows].long()
-            k, v = self._sequence_kv(kv, pages_P, int(position_R[-1]) + 1)
-            out[rows] = _attend_one(q_THD[rows], k, v, position_R, scale)
+            for rows, place_L in _keys_of(attend, range(row_start[n], row_start[n + 1])):
+                position_R = attend.positions_T[rows].long()
+                at = _pages_of(kv.k_PSHD, pages_P, place_L)
+                k, v = (_widened(pool[at], q_THD.dtype) for pool in (kv.k_PSHD, kv.v_PSHD))
+                q_RHD = q_THD[rows]
+                if kv.k_PSHD.dtype in (torch.bfloat16, torch.int8):
+                    q_RHD = q_RHD.bfloat16().to(q_RHD.dtype)  # as the native kernel does
+                behind_RL = position_R[:, None] - torch.arange(len(place_L))[None, :]
+                hidden_RL = behind_RL < 0
+                if window:
+                    hidden_RL |= behind_RL >= window
+                out[rows] = _attend_one(q_RHD * scale, k, v, hidden_RL, sinks_H)
         return out
-
-    def _sequence_kv(self, kv: KvLayer, pages_P: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        place = _pages_of(kv.k_PSHD, pages_P, torch.arange(kv_len))
-        return kv.k_PSHD[place], kv.v_PSHD[place]
 
     def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
         _check_group(kind, cp, lengths)
@@ -239,20 +250,52 @@ def _dequantise(blocks_NB: Tensor, kind: BlockKind, k: int) -> Tensor:
     return (value + head[:, 1:] if heads == 2 else value).reshape(len(blocks_NB), k)
 
 
+def _keys_of(attend: Attend, rows: range) -> list[tuple[slice, Tensor]]:
+    """Some rows and the places of their keys in the sequence's pages: rows of a tree one by one."""
+    if not rows:
+        return []
+    found: list[tuple[slice, Tensor]] = []
+    tree = attend.tree
+    for row in rows if tree is not None else ():
+        assert tree is not None
+        path = tree.paths[tree.path_start_T1[row] : tree.path_start_T1[row + 1]].long()
+        if len(path):
+            start = int(attend.positions_T[row]) + 1 - len(path)
+            found.append((slice(row, row + 1), torch.cat([torch.arange(start), start + path])))
+    if found:
+        return found
+    return [(slice(rows.start, rows.stop), torch.arange(int(attend.positions_T[rows[-1]]) + 1))]
+
+
+def _quantised(x_TGD: Tensor) -> Tensor:
+    """int8 values of each head and behind them its scale, in bytes."""
+    scale_TG1 = x_TGD.float().abs().amax(-1, keepdim=True) / 127
+    scale_TG1[~x_TGD.isfinite().all(-1, keepdim=True)] = torch.nan
+    values_TGD = (x_TGD.float() / scale_TG1).round().nan_to_num(0.0)
+    return torch.cat([values_TGD.to(torch.int8), scale_TG1.view(torch.int8)], -1)
+
+
+def _widened(stored_LGD: Tensor, dtype: torch.dtype) -> Tensor:
+    if stored_LGD.dtype != torch.int8:
+        return stored_LGD.to(dtype)
+    scale_LG1 = stored_LGD[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return stored_LGD[..., :-SCALE_BYTES].to(dtype) * scale_LG1.to(dtype)
+
+
 def _attend_one(
-    q_RHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, position_R: Tensor, scale: float
+    q_RHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, hidden_RL: Tensor, sinks_H: Tensor | None
 ) -> Tensor:
-    """One sequence: rows at some positions over the keys up to the last of them."""
-    heads = q_RHD.shape[1]
+    """Scaled rows of one sequence over its keys."""
+    rows, heads = q_RHD.shape[:2]
     kv_len, kv_heads, _ = k_LGD.shape
-    if k_LGD.dtype == torch.bfloat16:  # as the native kernel does; sums stay in float32
-        q_RHD = q_RHD.bfloat16().to(q_RHD.dtype)
-    k_LHD = k_LGD.to(q_RHD.dtype).repeat_interleave(heads // kv_heads, dim=1)
-    v_LHD = v_LGD.to(q_RHD.dtype).repeat_interleave(heads // kv_heads, dim=1)
-    scores_HRL = torch.einsum("rhd,lhd->hrl", q_RHD, k_LHD) * scale
-    hidden_RL = torch.arange(kv_len)[None, :] > position_R[:, None]
+    k_LHD = k_LGD.repeat_interleave(heads // kv_heads, dim=1)
+    v_LHD = v_LGD.repeat_interleave(heads // kv_heads, dim=1)
+    scores_HRL = torch.einsum("rhd,lhd->hrl", q_RHD, k_LHD)
     scores_HRL.masked_fill_(hidden_RL[None], float("-inf"))
-    return torch.einsum("hrl,lhd->rhd", scores_HRL.softmax(-1), v_LHD)
+    if sinks_H is not None:
+        sinks_HR1 = sinks_H.to(q_RHD.dtype)[:, None, None].expand(heads, rows, 1)
+        scores_HRL = torch.cat([scores_HRL, sinks_HR1], -1)
+    return torch.einsum("hrl,lhd->rhd", scores_HRL.softmax(-1)[..., :kv_len], v_LHD)
 
 
 def _pages_of(pool: Tensor, table_P: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ std::unique_ptr<StackHandle> make_stack(const py::list& layers, Address norm, fl
 }
 
 KvPages kv_pages(const py::tuple& pool) {
-  return {pool[0].cast<bool>() ? Type::bf16 : Type::f32, at<void>(pool[1].cast<Address>()),
+  return {static_cast<Type>(pool[0].cast<int>()), at<void>(pool[1].cast<Address>()),
           at<void>(pool[2].cast<Address>()), page_shape(pool[3].cast<py::tuple>()),
           page_shape(pool[4].cast<py::tuple>())};
 }
@@ -125,7 +125,7 @@ BlockStep block_step(const py::tuple& step) {
 void require_fit(const AttentionBlock& block, const BlockStep& step, const KvPages& pages) {
   require(step.rot <= block.dim, "rot is more than head_dim");
   for (const PageShape* shape : {&pages.k_shape, &pages.v_shape}) {
-    require(shape->heads == block.kv_heads && shape->dim == block.dim,
+    require(shape->heads == block.kv_heads && values_of(pages.type, shape->dim) == block.dim,
             "pages do not fit the heads of the block");
   }
 }

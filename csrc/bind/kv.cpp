@@ -8,34 +8,46 @@
 namespace aserve {
 namespace {
 
-Type type_of(bool is_bf16) { return is_bf16 ? Type::bf16 : Type::f32; }
-
-void run_append(Team& team, bool is_bf16, Address x, int64_t x_stride, Address pool,
-                const py::tuple& shape_of, Address slots, int64_t rows) {
-  const PageShape shape = page_shape(shape_of);
-  require_range(at<const int32_t>(slots), rows, shape.pages * shape.page_size, "slot");
-  unlocked(rows * shape.heads * shape.dim, [&] {
-    kv_append(team, at<const float>(x), x_stride, type_of(is_bf16), at<void>(pool), shape,
-              at<const int32_t>(slots), rows);
-  });
+// k, v: (address, stride, pool, its shape).
+void run_append(Team& team, int type, const py::tuple& k, const py::tuple& v, Address slots,
+                int64_t rows) {
+  KvAppend call{};
+  call.type = static_cast<Type>(type);
+  call.k = at<const float>(k[0].cast<Address>());
+  call.k_stride = k[1].cast<int64_t>();
+  call.k_pool = at<void>(k[2].cast<Address>());
+  call.k_shape = page_shape(k[3].cast<py::tuple>());
+  call.v = at<const float>(v[0].cast<Address>());
+  call.v_stride = v[1].cast<int64_t>();
+  call.v_pool = at<void>(v[2].cast<Address>());
+  call.v_shape = page_shape(v[3].cast<py::tuple>());
+  call.slots = at<const int32_t>(slots);
+  call.rows = rows;
+  const PageShape& shape = call.k_shape;
+  const int64_t slots_n = std::min(shape.pages * shape.page_size,
+                                   call.v_shape.pages * call.v_shape.page_size);
+  require(values_of(call.type, std::min(shape.dim, call.v_shape.dim)) > 0,
+          "pages have no room for values");
+  require_range(call.slots, rows, slots_n, "slot");
+  unlocked(2 * rows * shape.heads * shape.dim, [&] { kv_append(team, call); });
 }
 
-void run_gather(Team& team, bool is_bf16, Address pool, const py::tuple& shape_of, Address slots,
+void run_gather(Team& team, int type_code, Address pool, const py::tuple& shape_of, Address slots,
                 int64_t rows, Address out) {
   const PageShape shape = page_shape(shape_of);
   require_range(at<const int32_t>(slots), rows, shape.pages * shape.page_size, "slot");
   unlocked(rows * shape.heads * shape.dim, [&] {
-    kv_gather(team, type_of(is_bf16), at<const void>(pool), shape, at<const int32_t>(slots), rows,
+    kv_gather(team, static_cast<Type>(type_code), at<const void>(pool), shape, at<const int32_t>(slots), rows,
               at<void>(out));
   });
 }
 
-void run_move(Team& team, bool is_bf16, Address pool, const py::tuple& shape_of, Address from,
+void run_move(Team& team, int type_code, Address pool, const py::tuple& shape_of, Address from,
               Address to, int64_t rows) {
   const PageShape shape = page_shape(shape_of);
   require_range(at<const int32_t>(from), rows, shape.pages * shape.page_size, "slot");
   require_range(at<const int32_t>(to), rows, shape.pages * shape.page_size, "slot");
-  const Type type = type_of(is_bf16);
+  const Type type = static_cast<Type>(type_code);
   const int64_t bytes = rows * shape.heads * shape.dim * type_bytes(type);
   std::vector<char> held(static_cast<size_t>(bytes));
   unlocked(rows * shape.heads * shape.dim, [&] {
@@ -73,10 +85,10 @@ void check(const KvCopy& c, int64_t from_pages, int64_t to_pages) {
 }
 
 // from, to: (address, shape, page table, its length, first head); what: (heads, begin, end).
-void run_copy(Team& team, bool is_bf16, const py::tuple& from, const py::tuple& to,
+void run_copy(Team& team, int type_code, const py::tuple& from, const py::tuple& to,
               const py::tuple& what) {
   KvCopy c{};
-  c.type = type_of(is_bf16);
+  c.type = static_cast<Type>(type_code);
   c.from = at<const void>(from[0].cast<Address>());
   c.from_shape = page_shape(from[1].cast<py::tuple>());
   c.from_pages = at<const int32_t>(from[2].cast<Address>());

@@ -1,6 +1,7 @@
-// Attention on AMX tiles, for bfloat16 pages. Scores are taken as K Q^T: K rows lie in the pages as
-// the unit wants its left operand, and a softmax over keys then runs down lanes, without a shuffle.
-// A lane is a (query row, head of the group) pair, sixteen to a tile, or four when there are no more.
+// Attention on AMX tiles, for bfloat16 and int8 pages. Scores are taken as K Q^T: K rows lie in the
+// pages as the unit wants its left operand, and a softmax over keys then runs down lanes, without a
+// shuffle. Outputs are taken as V^T P^T: a segment's values are turned once, and serve all lanes.
+// A lane is a (query row, head of the group) pair, sixteen to a tile.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -19,320 +20,330 @@ namespace aserve {
 namespace {
 #include "vec.inc"
 
-// The task in the units of the loops. A unit is one tile of lanes of one KV head; dim_pad is dim
-// rounded up to 32, with zeros after dim.
+#include "attention_fold.inc"
+
+// Sixteen lanes of each KV head: of consecutive rows, or of one where each has its own keys.
+struct alignas(64) Unit {
+  float position[16], first[16];  // keys from first to position are seen
+  int64_t base, n;                // lanes, counted from the task's first row
+  int64_t position_min, position_max, first_min, first_max;
+};
+
+// The task in the units of the loops. dim_pad is dim rounded up to 32, with zeros after dim.
 struct Work {
   const AttentionTask* task;
   const Attention* call;
-  int64_t dim, dim_pad, group;
-  int64_t lanes, tiles;  // of one KV head
-  int64_t limit;         // keys that some row sees
-  float factor;          // scale * log2(e)
+  int64_t dim, dim_pad, group, head_bytes;
+  int64_t units;  // of one KV head
+  int64_t room;   // lanes that a unit has room for in the products: 16, or 4
+  float factor;   // scale * log2(e)
   const int32_t* pages;
-  bool in_place;         // sixteen keys of a block always lie in one page, unpadded
-  char* q;               // [unit][dim_pad / 32][16 pairs][16 lanes][2]
-  float* o;              // [unit][16 lanes][dim_pad], dims in the order of weave_values
-  uint16_t* k;           // [64][dim_pad], where not in place
-  uint16_t* v;           // [32 pairs][dim_pad][2]
-  float* scores[2];      // [64][16 lanes, or 4]
-  uint16_t* p;           // [16 lanes][64]
+  bool in_place;  // sixteen keys of a segment always lie in one page, unpadded
+  Unit* unit;
+  char* q;                       // [head][unit][dim_pad / 32][16 pairs][16 lanes][2]
+  float* states;                 // [head][unit][state_len]
+  float* parts;                  // [2][state_len]
+  const char* tile[16];          // of sixteen keys each
+  int64_t tile_stride[16];       // bytes from a key to the next
+  uint16_t* k;                   // [256][dim_pad], where not in place
+  uint16_t* v;                   // [8 groups][dim_pad][32]
+  float *k_scale, *v_scale;      // [256] of int8, or null
+  float* scores;                 // [2][256][16 lanes, or 4]
+  uint16_t* p;                   // [2][128 pairs][16 lanes, or 4][2]
 
-  int64_t units() const { return tiles * (task->head_end - task->head_begin); }
-  int64_t head(int64_t unit) const { return task->head_begin + unit / tiles; }
-  int64_t lane(int64_t unit) const { return unit % tiles * 16; }
-};
-
-struct alignas(64) Lanes {
-  float max[16], sum[16], position[16];
-  int64_t position_min, position_max;
+  int64_t state_len() const { return (dim_pad + 2) * 16; }
+  int64_t number(int64_t head, int64_t u) const { return (head - task->head_begin) * units + u; }
+  const char* q_of(int64_t head, int64_t u) const { return q + number(head, u) * dim_pad * 32; }
+  float* state_of(int64_t head, int64_t u) const { return states + number(head, u) * state_len(); }
 };
 
 static inline __mmask16 first(int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
 
-// Where a lane's row and head are in q and out, in heads.
-static int64_t place(const Work& w, int64_t unit, int64_t lane) {
-  return w.head(unit) * w.group + lane % w.group;
+#include "amx_keys.inc"
+
+#include "amx_soften.inc"
+
+#include "amx_products.inc"
+
+static void open_unit(const Work& w, int64_t u) {
+  Unit& unit = w.unit[u];
+  const int64_t rows = w.task->row_end - w.task->row_begin;
+  const int64_t each = (w.group + 15) / 16;  // units of a row with its own keys
+  unit.base = w.task->by_row ? u / each * w.group + u % each * 16 : u * 16;
+  const int64_t end = w.task->by_row ? (u / each + 1) * w.group : rows * w.group;
+  unit.n = std::min<int64_t>(16, end - unit.base);
+  unit.position_min = unit.first_min = INT64_MAX;
+  unit.position_max = unit.first_max = 0;
+  for (int64_t i = 0; i < 16; ++i) {
+    const int64_t lane = unit.base + std::min(i, unit.n - 1);
+    const int64_t position = w.call->positions[w.task->row_begin + lane / w.group];
+    const int64_t key = w.task->first_key(position);
+    unit.position[i] = static_cast<float>(position);
+    unit.first[i] = static_cast<float>(key);
+    unit.position_min = std::min(unit.position_min, position);
+    unit.position_max = std::max(unit.position_max, position);
+    unit.first_min = std::min(unit.first_min, key);
+    unit.first_max = std::max(unit.first_max, key);
+  }
 }
 
 // The queries of a unit as pairs of dims by lanes; lanes that do not exist are zero.
-static void load_queries(const Work& w, int64_t unit) {
+static void load_queries(const Work& w, int64_t head, int64_t u) {
+  const Unit& unit = w.unit[u];
   for (int64_t d = 0; d < w.dim_pad; d += 32) {
     __m512i r[16];
     for (int64_t i = 0; i < 16; ++i) {
-      const int64_t lane = w.lane(unit) + i;
+      const int64_t lane = unit.base + i;
       r[i] = _mm512_setzero_si512();
-      if (lane >= w.lanes) continue;
+      if (i >= unit.n) continue;
       const float* q = w.call->q + (w.task->row_begin + lane / w.group) * w.call->q_stride +
-                       place(w, unit, lane) * w.dim + d;
+                       (head * w.group + lane % w.group) * w.dim + d;
       const __m512 low = _mm512_maskz_loadu_ps(first(w.dim - d), q);
       const __m512 high = _mm512_maskz_loadu_ps(first(w.dim - d - 16), q + 16);
       r[i] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
     transpose(r);
-    char* to = w.q + unit * w.dim_pad * 32 + d * 32;
+    char* to = w.q + w.number(head, u) * w.dim_pad * 32 + d * 32;
     for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * 64, r[i]);
   }
 }
 
-static void open_unit(const Work& w, int64_t unit, Lanes& lanes) {
-  load_queries(w, unit);
-  std::memset(w.o + unit * 16 * w.dim_pad, 0, static_cast<size_t>(w.dim_pad) * 64);
-  const int64_t begin = w.lane(unit), n = std::min<int64_t>(16, w.lanes - begin);
-  for (int64_t i = 0; i < 16; ++i) {
-    const int64_t lane = begin + std::min(i, n - 1);
-    lanes.max[i] = -INFINITY;
-    lanes.sum[i] = 0.0f;
-    lanes.position[i] = static_cast<float>(w.task->positions[lane / w.group]);
+// The lanes of a state, turned, to where `to(row, head)` says; max and sum after them in a slot.
+template <class To>
+static void store_lanes(const Work& w, int64_t head, const Unit& unit, const float* state,
+                        bool slot, const To& to) {
+  float* out[16];
+  for (int64_t i = 0; i < unit.n; ++i) {
+    const int64_t lane = unit.base + i;
+    out[i] = to(w.task->row_begin + lane / w.group, head * w.group + lane % w.group);
+    if (slot) {
+      out[i][slot_max(w.dim)] = state[i];
+      out[i][slot_max(w.dim) + 1] = state[16 + i];
+    }
   }
-  lanes.position_min = w.task->positions[begin / w.group];
-  lanes.position_max = w.task->positions[(begin + n - 1) / w.group];
+  for (int64_t d = 0; d < w.dim; d += 16) {
+    __m512i r[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(state + 32 + (d + i) * 16);
+    transpose(r);
+    for (int64_t i = 0; i < unit.n; ++i) _mm512_storeu_si512(out[i] + d, r[i]);
+  }
 }
 
-// Where the rows of a block begin in the pages of K and V, for head 0. One division a block: there
-// is none in the loops over keys.
-struct Block {
-  int64_t begin, n;
-  const uint16_t* k[key_block];
-  const uint16_t* v[key_block];
+static void close_unit(const Work& w, int64_t head, int64_t u) {
+  const Unit& unit = w.unit[u];
+  const AttentionMerge* merge = w.task->merge;
+  float* state = w.state_of(head, u);
+  if (unit.first_min >= w.task->key_end) return;  // it saw nothing before its window
+  if (merge != nullptr) {
+    store_lanes(w, head, unit, state, true,
+                [&](int64_t row, int64_t at) { return merge->at(w.task->slot, row, at); });
+    return;
+  }
+  float sinks[16] = {};
+  for (int64_t i = 0; w.call->sinks != nullptr && i < unit.n; ++i) {
+    sinks[i] = w.call->sinks[head * w.group + (unit.base + i) % w.group];
+  }
+  close_state(state, w.dim, w.call->sinks != nullptr ? sinks : nullptr);
+  store_lanes(w, head, unit, state, false, [&](int64_t row, int64_t at) {
+    return w.call->out + (row * w.call->heads + at) * w.dim;
+  });
+}
+
+// What one head's units make of a segment: each is scored, softened and weighed, three units at a
+// time, one in each stage.
+struct Pass {
+  Work& w;
+  const Segment& segment;
+  int64_t head, slot;
+  Stream& stream;
+  int64_t turned = 0;  // groups of values
+  int64_t begun = 0;   // units
+
+  bool sees(int64_t u) const {
+    const Unit& unit = w.unit[u];
+    return segment.begin <= unit.position_max && segment.begin + segment.n > unit.first_min;
+  }
+  bool is_first(int64_t u) const {
+    return segment.begin <= std::max(w.unit[u].first_min, w.task->key_begin);
+  }
+  bool to_slots() const { return w.task->merge != nullptr && !w.task->folds; }
+  int64_t step(bool values) const {
+    return ((head - w.task->head_begin) * 2 + values) * Stream::groups;
+  }
+  void turn_upto(int64_t end) {
+    for (; turned < end; ++turned) {
+      stream.upto(step(true) + turned);
+      turn_values(w, head, segment, turned);
+    }
+  }
+  void open(int64_t u, Stage& stage) {
+    const Unit& unit = w.unit[u];
+    const int64_t odd = begun++ & 1;
+    stage.u = u;
+    stage.begin = segment.begin;
+    stage.n = std::min(segment.n, unit.position_max + 1 - segment.begin);
+    stage.from = std::max<int64_t>(0, unit.first_min - segment.begin) / 32;
+    stage.end = (stage.n + 31) / 32;
+    stage.clear_from = unit.first_max - segment.begin;
+    stage.clear_end = unit.position_min + 1 - segment.begin;
+    stage.scores = w.scores + odd * key_segment * 16;
+    stage.p = w.p + odd * key_segment * 16;
+    const bool own = is_first(u) && !to_slots();
+    stage.state = own ? w.state_of(head, u) : w.parts + odd * w.state_len();
+    for (V& top : stage.top) top = all(no_max);
+  }
+  // Any of the three may be missing.
+  void beat(Stage* scored, Stage* softened, const Stage* weighed) {
+    if (softened != nullptr) open_softmax(w, *softened);
+    if (weighed != nullptr) open_outputs();
+    const char* q = scored != nullptr ? w.q_of(head, scored->u) : nullptr;
+    for (int64_t g = 0; g * 32 < segment.n; ++g) {
+      const bool scores = scored != nullptr && scored->has(g);
+      const bool softens = softened != nullptr && softened->has(g);
+      const bool weighs = weighed != nullptr && weighed->has(g);
+      if (scores) stream.upto(step(false) + g);
+      if (softens) turn_upto(g + 1);
+      if (scores) score_group(w, q, g, scored->scores);
+      if (weighs) weigh_group(w, weighed->p, g, 0);
+      if (softens && w.room == 16) soften_wide(w, *softened, g);
+      if (softens && w.room == 4) soften_narrow(w, *softened, g);
+      if (scores) find_top(w, *scored, g);
+    }
+    if (softened != nullptr) close_softmax(w, *softened);
+    if (weighed != nullptr) settle(*weighed);
+  }
+  void settle(const Stage& stage) {
+    store_outputs(w, 0, stage.state);
+    for (int64_t d = 64; d < w.dim_pad; d += 64) {
+      open_outputs();
+      for (int64_t g = stage.from; g < stage.end; ++g) weigh_group(w, stage.p, g, d);
+      store_outputs(w, d, stage.state);
+    }
+    if (to_slots()) {
+      store_lanes(w, head, w.unit[stage.u], stage.state, true,
+                  [&](int64_t row, int64_t at) { return w.task->merge->at(slot, row, at); });
+    } else if (!is_first(stage.u)) {
+      fold_state(w.state_of(head, stage.u), stage.state, w.dim_pad);
+    }
+  }
+  void run() {
+    lay_keys(w, head, segment, 0, !w.in_place);
+    Stage stages[3];
+    Stage *softened = nullptr, *weighed = nullptr;
+    int64_t i = 0;
+    for (int64_t u = 0; u < w.units; ++u) {
+      if (!sees(u)) continue;
+      Stage& scored = stages[i++ % 3];
+      open(u, scored);
+      beat(&scored, softened, weighed);
+      weighed = softened;
+      softened = &scored;
+    }
+    if (softened == nullptr) return;
+    beat(nullptr, softened, weighed);
+    beat(nullptr, nullptr, softened);
+  }
+  // Rows that have their own keys from somewhere in the segment on.
+  void run_by_row(Segment& own) {
+    lay_keys(w, head, segment, 0, !w.in_place);
+    const int64_t each = (w.group + 15) / 16;
+    for (int64_t u = 0; u < w.units; ++u) {
+      if (!sees(u)) continue;
+      Stage stage;
+      open(u, stage);
+      const KeyPlaces places = key_places(*w.call, w.task->row_begin + u / each);
+      const int64_t shared = std::max<int64_t>(0, places.start - segment.begin) / 32;
+      const int64_t end = std::min(shared, stage.end);
+      turn_upto(end);
+      own.n = stage.n;
+      find_rows(w, places, shared * 32, own);
+      lay_keys(w, head, own, shared, true);
+      for (int64_t g = shared; g < stage.end; ++g) turn_values(w, head, own, g);
+      turned = Stream::groups;  // these; of the shared ones the next row's still hold
+      beat(&stage, nullptr, nullptr);
+      beat(nullptr, &stage, nullptr);
+      beat(nullptr, nullptr, &stage);
+      turned = end;
+    }
+  }
 };
 
-static void find_rows(const Work& w, int64_t begin, Block& block) {
-  const PageShape &k = w.call->k_shape, &v = w.call->v_shape;
-  const int64_t row_len = k.heads * k.dim;
-  block.begin = begin;
-  block.n = std::min(key_block, w.limit - begin);
-  int64_t page = begin / k.page_size, offset = begin - page * k.page_size;
-  for (int64_t i = 0; i < block.n; ++i) {
-    const int64_t id = w.pages[page], in_page = offset * row_len;
-    block.k[i] = static_cast<const uint16_t*>(w.call->k) + id * k.page_stride + in_page;
-    block.v[i] = static_cast<const uint16_t*>(w.call->v) + id * v.page_stride + in_page;
-    if (++offset == k.page_size) {
-      offset = 0;
-      ++page;
-    }
+static void run(Work& w) {
+  const AttentionTask& task = *w.task;
+  const KeyPlaces plain{nullptr, INT64_MAX};
+  Segment segments[2];
+  const auto open = [&](int64_t begin, Segment& segment) -> Segment* {
+    if (begin >= task.key_end) return nullptr;
+    segment.begin = begin;
+    segment.n = std::min(key_segment, task.key_end - begin);
+    // Of rows with their own keys what is before the tree, and any places after it.
+    find_rows(w, plain, 0, segment);
+    return &segment;
+  };
+  Segment* now = open(task.key_begin, segments[0]);
+  Segment* next = open(task.key_begin + key_segment, segments[1]);
+  Stream stream{w, now, next};
+  stream.upto(0);
+  for (int64_t u = 0; u < w.units; ++u) {
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(w, head, u);
   }
-}
-
-// Rows of a few hundred bytes, scattered by page, are more than the processor foresees. In assembly
-// because GCC drops a loop of nothing but prefetches.
-static void prefetch(const Work& w, const Block& block) {
-  const int64_t from = w.task->head_begin * w.dim;
-  const int64_t end = w.task->head_end * w.dim;
-  for (int64_t i = 0; i < block.n; ++i) {
-    for (int64_t d = from; d < end; d += 32) {
-      __asm__ volatile("prefetcht1 %0" ::"m"(block.k[i][d]));
-      __asm__ volatile("prefetcht1 %0" ::"m"(block.v[i][d]));
-    }
-  }
-}
-
-static void gather_keys(const Work& w, int64_t head, const Block& block) {
-  for (int64_t i = 0; i < block.n; ++i) {
-    const uint16_t* from = block.k[i] + head * w.dim;
-    for (int64_t d = 0; d < w.dim_pad; d += 16) {
-      const __m256i x = d < w.dim ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + d))
-                                  : _mm256_setzero_si256();
-      _mm256_store_si256(reinterpret_cast<__m256i*>(w.k + i * w.dim_pad + d), x);
-    }
-  }
-}
-
-// Values as pairs of keys, two rows woven into one. Within 32 dims the order becomes 0-3, 8-11,
-// 16-19, 24-27, 4-7, ...: cheaper here, once a block, than it is to undo once a tile. Keys from n
-// on are zero: their weights are too, but what lies in the page may be a NaN.
-static void weave_values(const Work& w, int64_t head, const Block& block) {
-  const int64_t n = block.n;
-  for (int64_t i = 0; i < key_block; i += 2) {
-    uint16_t* to = w.v + i * w.dim_pad;
-    if (i >= n) {
-      std::memset(to, 0, static_cast<size_t>(w.dim_pad) * 4);
-      continue;
-    }
-    const bool pair = i + 1 < n;
-    const uint16_t* even = block.v[i] + head * w.dim;
-    const uint16_t* odd = pair ? block.v[i + 1] + head * w.dim : even;
-    const __mmask32 with_odd = pair ? 0xffffffffu : 0u;
-    for (int64_t d = 0; d < w.dim_pad; d += 32) {
-      const __mmask32 mask = w.dim - d >= 32 ? 0xffffffffu : 0xffffu;
-      const __m512i a = _mm512_maskz_loadu_epi16(mask, even + d);
-      const __m512i b = _mm512_maskz_loadu_epi16(mask & with_odd, odd + d);
-      _mm512_store_si512(to + d * 2, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(to + d * 2 + 32, _mm512_unpackhi_epi16(a, b));
-    }
-  }
-}
-
-// scores[key][lane], unscaled, of four times sixteen keys. Wide: tiles 0..3 scores, 4 keys,
-// 5 queries.
-static void score_wide(const Work& w, const uint16_t* const* k, int64_t stride, const char* q,
-                       float* scores) {
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-  for (int64_t d = 0; d < w.dim_pad; d += 32) {
-    tile_load<5>(q + d * 32, 64);
-    tile_load<4>(k[0] + d, stride);
-    tile_multiply<0, 4, 5>();
-    tile_load<4>(k[1] + d, stride);
-    tile_multiply<1, 4, 5>();
-    tile_load<4>(k[2] + d, stride);
-    tile_multiply<2, 4, 5>();
-    tile_load<4>(k[3] + d, stride);
-    tile_multiply<3, 4, 5>();
-  }
-  tile_store<0>(scores, 64);
-  tile_store<1>(scores + 256, 64);
-  tile_store<2>(scores + 512, 64);
-  tile_store<3>(scores + 768, 64);
-}
-
-// Narrow: tiles 0, 1, 5 and 7 scores, 2 keys, 3 queries.
-static void score_narrow(const Work& w, const uint16_t* const* k, int64_t stride, const char* q,
-                         float* scores) {
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<5>();
-  tile_zero<7>();
-  for (int64_t d = 0; d < w.dim_pad; d += 32) {
-    tile_load<3>(q + d * 32, 64);
-    tile_load<2>(k[0] + d, stride);
-    tile_multiply<0, 2, 3>();
-    tile_load<2>(k[1] + d, stride);
-    tile_multiply<1, 2, 3>();
-    tile_load<2>(k[2] + d, stride);
-    tile_multiply<5, 2, 3>();
-    tile_load<2>(k[3] + d, stride);
-    tile_multiply<7, 2, 3>();
-  }
-  tile_store<0>(scores, 16);
-  tile_store<1>(scores + 64, 16);
-  tile_store<5>(scores + 128, 16);
-  tile_store<7>(scores + 192, 16);
-}
-
-template <bool narrow>
-static void score_block(const Work& w, int64_t unit, const Block& block, float* scores) {
-  const int64_t stride = w.in_place ? w.call->k_shape.heads * w.dim * 2 : w.dim_pad * 2;
-  const uint16_t* k[4];
-  for (int64_t i = 0; i < 4; ++i) {
-    const int64_t from = i * 16 < block.n ? i * 16 : 0;  // any keys will do: they are masked
-    k[i] = w.in_place ? block.k[from] + w.head(unit) * w.dim : w.k + from * w.dim_pad;
-  }
-  const char* q = w.q + unit * w.dim_pad * 32;
-  narrow ? score_narrow(w, k, stride, q, scores) : score_wide(w, k, stride, q, scores);
-}
-
-#include "amx_soften.inc"
-
-// o = o * scale + P V. Tiles as configured: output C, weights P, values B.
-template <int C, int P, int B>
-static void weigh_block(const Work& w, int64_t unit, V scale, int64_t lanes) {
-  float* o = w.o + unit * 16 * w.dim_pad;
-  if (_mm512_cmp_ps_mask(scale.v, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) & first(lanes)) {
-    alignas(64) float scales[16];
-    store(scales, scale);
-    for (int64_t i = 0; i < lanes; ++i) {
-      const V by = all(scales[i]);
-      for (int64_t d = 0; d < w.dim_pad; d += 16) {
-        store(o + i * w.dim_pad + d, load(o + i * w.dim_pad + d) * by);
+  for (int64_t slot = task.slot; now != nullptr; ++slot) {
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+      Pass pass{w, *now, head, slot, stream};
+      if (task.by_row) {
+        Segment own = *now;
+        pass.run_by_row(own);
+      } else {
+        pass.run();
       }
     }
+    Segment* after = next == nullptr ? nullptr : open(next->begin + key_segment, *now);
+    stream.turn(after);
+    now = next;
+    next = after;
   }
-  const int64_t o_stride = w.dim_pad * 4;
-  for (int64_t d = 0; d < w.dim_pad; d += 16) {
-    tile_load<C>(o + d, o_stride);
-    for (int64_t key = 0; key < key_block; key += 32) {
-      tile_load<P>(w.p + key, key_block * 2);
-      tile_load<B>(w.v + key * w.dim_pad + d * 2, o_stride);
-      tile_multiply<C, P, B>();
-    }
-    tile_store<C>(o + d, o_stride);
+  if (task.merge != nullptr && !task.folds) return;
+  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+    for (int64_t u = 0; u < w.units; ++u) close_unit(w, head, u);
   }
 }
 
-static void close_unit(const Work& w, int64_t unit, const Lanes& lanes) {
-  const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const int64_t begin = w.lane(unit), n = std::min<int64_t>(16, w.lanes - begin);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t lane = begin + i;
-    const float* o = w.o + (unit * 16 + i) * w.dim_pad;
-    float* out = w.call->out + ((w.task->row_begin + lane / w.group) * w.call->heads +
-                                place(w, unit, lane)) * w.dim;
-    const V sum = all(lanes.sum[i]);
-    for (int64_t d = 0; d < w.dim_pad; d += 32) {
-      const V a = load(o + d) / sum, b = load(o + d + 16) / sum;
-      _mm512_mask_storeu_ps(out + d, first(w.dim - d), _mm512_permutex2var_ps(a.v, low, b.v));
-      _mm512_mask_storeu_ps(out + d + 16, first(w.dim - d - 16),
-                            _mm512_permutex2var_ps(a.v, high, b.v));
-    }
-  }
-}
-
-template <bool narrow>
-static void run_block(const Work& w, Lanes* lanes, const Block& block) {
-  const int64_t begin = block.begin, units = w.units();
-  int64_t gathered = -1, woven = -1, which = 0;
-  // The next unit that sees this block, its scores under way.
-  const auto start = [&](int64_t u, float* scores) {
-    while (u < units && begin > lanes[u].position_max) ++u;
-    if (u == units) return u;
-    if (!w.in_place && gathered != w.head(u)) {
-      gathered = w.head(u);
-      gather_keys(w, gathered, block);
-    }
-    score_block<narrow>(w, u, block, scores);
-    return u;
-  };
-  int64_t u = start(0, w.scores[0]);
-  while (u < units) {
-    // The tile unit works on the next scores while these become weights.
-    const int64_t after = start(u + 1, w.scores[which ^ 1]);
-    const int64_t keys = std::min(block.n, lanes[u].position_max + 1 - begin);
-    const V scale = narrow ? soften_narrow(w, lanes[u], begin, w.scores[which])
-                           : soften_wide(w, lanes[u], begin, keys, w.scores[which]);
-    if (woven != w.head(u)) {
-      woven = w.head(u);
-      weave_values(w, woven, block);
-    }
-    narrow ? weigh_block<4, 6, 2>(w, u, scale, 4) : weigh_block<6, 4, 5>(w, u, scale, 16);
-    u = after;
-    which ^= 1;
-  }
-}
-
-template <bool narrow>
-static void run(const Work& w, Lanes* lanes) {
-  Block blocks[2];
-  find_rows(w, 0, blocks[0]);
-  prefetch(w, blocks[0]);
-  for (int64_t u = 0; u < w.units(); ++u) open_unit(w, u, lanes[u]);
-  for (int64_t begin = 0, i = 0; begin < w.limit; begin += key_block, i ^= 1) {
-    if (begin + key_block < w.limit) {
-      find_rows(w, begin + key_block, blocks[i ^ 1]);
-      prefetch(w, blocks[i ^ 1]);
-    }
-    run_block<narrow>(w, lanes, blocks[i]);
-  }
-  for (int64_t u = 0; u < w.units(); ++u) close_unit(w, u, lanes[u]);
-}
-
-// Wide: every tile is sixteen rows of 64 bytes. Narrow: scores are 16 keys by 4 lanes, outputs 4
-// lanes by 16 dims.
-static void configure(bool narrow) {
-  const int64_t rows[8] = {16, 16, 16, 16, 4, 16, 4, 16}, bytes[8] = {16, 16, 64, 16, 64, 16, 64, 16};
+// Every tile has sixteen rows; those of lanes, all but the last, may be four lanes wide.
+static void configure(const Work& w) {
   TileConfig config;
-  for (int i = 0; i < 8; ++i) config.set(i, narrow ? rows[i] : 16, narrow ? bytes[i] : 64);
+  for (int i = 0; i < 8; ++i) config.set(i, 16, i < 7 ? w.room * 4 : 64);
   tile_configure(config);
+}
+
+static void allot(Work& w) {
+  const int64_t all_units = w.units * (w.task->head_end - w.task->head_begin);
+  const int64_t q_bytes = all_units * w.dim_pad * 32, state_bytes = w.state_len() * 4;
+  char* rows = static_cast<char*>(
+      thread_scratch(scratch_rows, q_bytes + (all_units + 2) * state_bytes));
+  w.q = rows;
+  w.states = reinterpret_cast<float*>(rows + q_bytes);
+  w.parts = w.states + all_units * w.state_len();
+  if (w.room == 4) std::memset(w.states, 0, static_cast<size_t>((all_units + 2) * state_bytes));
+  const int64_t value_bytes = key_segment * w.dim_pad * 2;
+  char* keys = static_cast<char*>(thread_scratch(scratch_keys, value_bytes + key_segment * 4));
+  char* values = static_cast<char*>(thread_scratch(scratch_values, value_bytes + key_segment * 4));
+  w.k = reinterpret_cast<uint16_t*>(keys);
+  w.v = reinterpret_cast<uint16_t*>(values);
+  const bool scaled = w.call->type == Type::i8;
+  w.k_scale = scaled ? reinterpret_cast<float*>(keys + value_bytes) : nullptr;
+  w.v_scale = scaled ? reinterpret_cast<float*>(values + value_bytes) : nullptr;
+  w.scores = static_cast<float*>(thread_scratch(scratch_scores, key_segment * 16 * (8 + 4)));
+  w.p = reinterpret_cast<uint16_t*>(w.scores + key_segment * 32);
+  w.unit = static_cast<Unit*>(
+      thread_scratch(scratch_out, w.units * static_cast<int64_t>(sizeof(Unit))));
 }
 
 }  // namespace
 
 bool amx_attention_fits(const Attention& call) {
-  return call.type == Type::bf16 && call.k_shape.dim % 16 == 0;
+  return call.type != Type::f32 && call.dim() % 16 == 0;
 }
 
 void amx_attention(const AttentionTask& task) {
@@ -340,32 +351,30 @@ void amx_attention(const AttentionTask& task) {
   Work w{};
   w.task = &task;
   w.call = &call;
-  w.dim = call.k_shape.dim;
+  w.dim = call.dim();
   w.dim_pad = (w.dim + 31) / 32 * 32;
-  w.group = call.heads / call.k_shape.heads;
-  w.lanes = (task.row_end - task.row_begin) * w.group;
-  w.tiles = (w.lanes + 15) / 16;
-  w.limit = task.limit();
-  w.factor = call.scale * 1.44269504f;
+  w.head_bytes = call.k_shape.dim * type_bytes(call.type);
+  w.group = task.group();
+  const int64_t rows = task.row_end - task.row_begin;
+  w.units = task.by_row ? rows * ceil_div(w.group, 16) : ceil_div(rows * w.group, 16);
+  w.room = w.group <= 4 && (task.by_row || rows * w.group <= 4) ? 4 : 16;
+  w.factor = call.scale * log2_e;
   w.pages = call.page_table + task.sequence * call.pages_max;
-  w.in_place = call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;
-  const int64_t q_bytes = w.units() * w.dim_pad * 32, o_bytes = w.units() * w.dim_pad * 64;
-  w.q = static_cast<char*>(thread_scratch(scratch_rows, q_bytes + o_bytes));
-  w.o = reinterpret_cast<float*>(w.q + q_bytes);
-  w.k = static_cast<uint16_t*>(thread_scratch(scratch_keys, key_block * w.dim_pad * 2));
-  w.v = static_cast<uint16_t*>(thread_scratch(scratch_values, key_block * w.dim_pad * 2));
-  float* scores = static_cast<float*>(thread_scratch(scratch_scores, key_block * (128 + 32)));
-  w.scores[0] = scores;
-  w.scores[1] = scores + key_block * 16;
-  w.p = reinterpret_cast<uint16_t*>(scores + key_block * 32);
-  auto* lanes = static_cast<Lanes*>(
-      thread_scratch(scratch_out, w.units() * static_cast<int64_t>(sizeof(Lanes))));
+  w.in_place = call.type == Type::bf16 && call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;
+  allot(w);
+  for (int64_t u = 0; u < w.units; ++u) open_unit(w, u);
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | 0x8000);  // flush denormal results
-  const bool narrow = w.lanes <= 4;
-  configure(narrow);
-  narrow ? run<true>(w, lanes) : run<false>(w, lanes);
+  configure(w);
+  run(w);
   tile_release();
+  _mm_setcsr(mode);
+}
+
+void amx_attention_merge(const AttentionMerge& merge) {
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | 0x8000);  // as in the tasks
+  level_attention_merge(merge);
   _mm_setcsr(mode);
 }
 

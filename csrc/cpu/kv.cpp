@@ -46,18 +46,38 @@ void copy_tokens(const KvCopy& c, int64_t begin, int64_t end) {
 
 }  // namespace
 
+void kv_write(const float* x, Type type, const PageShape& shape, void* to) {
+  const Kernels& k = kernels();
+  const int64_t n = values_of(type, shape.dim);
+  if (type == Type::bf16) {
+    k.narrow(x, shape.heads * n, static_cast<uint16_t*>(to));
+  } else if (type == Type::f32) {
+    std::memcpy(to, x, static_cast<size_t>(shape.heads * n) * sizeof(float));
+  } else {
+    int8_t* heads = static_cast<int8_t*>(to);
+    for (int64_t head = 0; head < shape.heads; ++head) {
+      k.quantise(x + head * n, n, heads + head * shape.dim);
+    }
+  }
+}
+
+void kv_append(Team& team, const KvAppend& call) {
+  const int64_t item = type_bytes(call.type);
+  share_slots(team, call.rows, call.k_shape.heads * call.k_shape.dim * 8, [&](int64_t row) {
+    const int64_t k_at = slot_offset(call.k_shape, call.slots[row]) * item;
+    const int64_t v_at = slot_offset(call.v_shape, call.slots[row]) * item;
+    kv_write(call.k + row * call.k_stride, call.type, call.k_shape,
+             static_cast<char*>(call.k_pool) + k_at);
+    kv_write(call.v + row * call.v_stride, call.type, call.v_shape,
+             static_cast<char*>(call.v_pool) + v_at);
+  });
+}
+
 void kv_append(Team& team, const float* x, int64_t x_stride, Type type, void* pool,
                const PageShape& shape, const int32_t* slots, int64_t rows) {
-  const Kernels& k = kernels();
-  const int64_t row_len = shape.heads * shape.dim;
-  share_slots(team, rows, row_len * 4, [&](int64_t row) {
-    const int64_t at = slot_offset(shape, slots[row]);
-    if (type == Type::bf16) {
-      k.narrow(x + row * x_stride, row_len, static_cast<uint16_t*>(pool) + at);
-    } else {
-      std::memcpy(static_cast<float*>(pool) + at, x + row * x_stride,
-                  static_cast<size_t>(row_len) * sizeof(float));
-    }
+  share_slots(team, rows, shape.heads * shape.dim * 4, [&](int64_t row) {
+    const int64_t at = slot_offset(shape, slots[row]) * type_bytes(type);
+    kv_write(x + row * x_stride, type, shape, static_cast<char*>(pool) + at);
   });
 }
 

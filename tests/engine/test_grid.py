@@ -64,7 +64,8 @@ async def test_one_rank_in_a_process(open_tiny: OpenEngine, alone: list[Completi
 
 async def compare(open_tiny: OpenEngine, alone: list[Completion], settings: dict[str, Any]) -> None:
     if not alone:
-        async with open_tiny(**SETTINGS) as engine:
+        kept = {key: settings[key] for key in settings if key.startswith("cache__")}
+        async with open_tiny(**SETTINGS, **kept) as engine:
             alone += await finish_all(engine)
     async with open_tiny(**SETTINGS, **settings) as engine:
         check_same(await finish_all(engine), alone)
@@ -76,6 +77,14 @@ async def compare(open_tiny: OpenEngine, alone: list[Completion], settings: dict
         statistics = engine.statistics()
         assert statistics.restarts == 0
         assert statistics.planner.kv_pages_used == 0
+
+
+@pytest.mark.slow
+async def test_int8_kv_says_the_same_in_every_layout(open_tiny: OpenEngine) -> None:
+    """Scales go with the heads that a rank has."""
+    alone: list[Completion] = []
+    for layout in ({}, LAYOUTS["tp 2"], LAYOUTS["pp 2, dp 2"], LAYOUTS["cp 2"]):
+        await compare(open_tiny, alone, {**layout, "cache__kv_dtype": "int8"})
 
 
 async def test_dynamic_chunks_say_the_same(open_tiny: OpenEngine) -> None:

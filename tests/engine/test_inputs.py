@@ -1,14 +1,17 @@
 """A step's tensors against their definition, row by row."""
 
+import itertools
 import random
 
 import numpy as np
+import pytest
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.core.message import Admit, Rows, Sampling
 from aserve.core.replica import RowsView, SequenceState
 from aserve.runner.inputs import PageTables, StepInputs, tokens_of
+from aserve.tensor.collective import OnlyRank
 from aserve.tensor.tokens import Seat
 
 PAGE_SIZE = 4
@@ -21,9 +24,9 @@ def state(seq: int, pages: list[int], n_tokens: int) -> SequenceState:
     return made
 
 
-def view(of: SequenceState, start: int, n_rows: int) -> RowsView:
+def view(of: SequenceState, start: int, n_rows: int, parents: tuple[int, ...] = ()) -> RowsView:
     tokens = tuple(range(start, start + n_rows))
-    return RowsView(of, Rows(of.seq, start, tokens, (), True, ()), 0, PAGE_SIZE)
+    return RowsView(of, Rows(of.seq, start, tokens, parents, True, ()), 0, PAGE_SIZE)
 
 
 def check(inputs: StepInputs, views: list[RowsView]) -> None:
@@ -76,3 +79,49 @@ def test_a_sequence_that_comes_back_has_a_fresh_table() -> None:
     tables.drop(1)
     again = [view(state(1, [3], 100), 0, 2)]
     check(StepInputs(again, tables, tokens_of(again, ALONE)), again)
+
+
+def test_trees_stand_at_their_depths_and_see_their_paths() -> None:
+    tables = PageTables(PAGE_SIZE)
+    views = [
+        view(state(1, [4, 2], 100), 5, 1),
+        view(state(2, [9, 3, 5], 100), 6, 5, (-1, 0, 0, 2, 1)),
+        view(state(3, [8, 7], 100), 2, 3),
+        view(state(4, [1, 6], 100), 3, 3, (-1, 0, 1)),  # a chain
+    ]
+    inputs = StepInputs(views, tables, tokens_of(views, ALONE))
+    check(inputs, views)
+    attend = inputs.attend
+    assert attend.positions_T.tolist()[1:6] == [6, 7, 7, 8, 8]
+    assert attend.tree is not None
+    starts, paths = attend.tree.path_start_T1.tolist(), attend.tree.paths.tolist()
+    seen = [paths[a:b] for a, b in itertools.pairwise(starts)]
+    assert seen == [[], [0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], *[[]] * 6]
+    plain = [views[0], views[2], views[3]]
+    assert StepInputs(plain, tables, tokens_of(plain, ALONE)).attend.tree is None
+
+
+@pytest.mark.parametrize("cp_split", ["interleave", "zigzag"])
+def test_ranks_of_context_parallelism_have_the_paths_of_their_rows(cp_split: str) -> None:
+    grid = Grid(Layout(tp=2, cp=2, cp_split=cp_split))  # type: ignore[arg-type]
+    views = [
+        view(state(1, [4, 2], 100), 5, 2),
+        view(state(2, [9, 3, 5], 100), 6, 6, (-1, 0, 0, 2, 1, 1)),
+    ]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(2):
+        seat = Seat(grid, rank, OnlyRank())
+        tokens = tokens_of(views, seat)
+        attend = StepInputs(views, PageTables(PAGE_SIZE), tokens).attend
+        assert attend.tree is not None
+        starts, paths = attend.tree.path_start_T1.tolist(), attend.tree.paths.tolist()
+        for row, position, (a, b) in zip(
+            tokens.local_order.tolist(),
+            attend.positions_T.tolist(),
+            itertools.pairwise(starts),
+            strict=True,
+        ):
+            found[row, position] = paths[a:b]
+    expected = [[], [], [0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], [0, 1, 5]]
+    places = [5, 6, 6, 7, 7, 8, 8, 8]
+    assert found == {(row, place): expected[row] for row, place in enumerate(places)}

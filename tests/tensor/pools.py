@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aserve.tensor.ops import Attend, KvLayer, Ops
+from aserve.tensor.ops import SCALE_BYTES, Attend, KvLayer, Ops
 
 
 @dataclasses.dataclass
@@ -47,7 +47,8 @@ class Pool:
         for n, count in enumerate(counts):
             self.table_NP[n, :count] = order[at : at + count]
             at += count
-        shape = (pages, page_size, kv_heads, dim)
+        stored = dim + SCALE_BYTES if dtype == torch.int8 else dim
+        shape = (pages, page_size, kv_heads, stored)
         self.kv = KvLayer(_poison(shape, dtype), _poison(shape, dtype))
 
     def slots(self, n: int, begin: int, end: int) -> Tensor:
@@ -86,4 +87,6 @@ class Pool:
 
 
 def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        return torch.full(shape, -1, dtype=dtype)  # a scale of such bytes is a NaN
     return torch.full(shape, float("nan"), dtype=dtype)

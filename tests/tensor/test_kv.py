@@ -11,7 +11,7 @@ TWIN = ReferenceOps()
 
 
 def pool(dtype: torch.dtype, page_size: int = 4) -> KvLayer:
-    shape = (6, page_size, 2, 10)
+    shape = (6, page_size, 2, 14 if dtype == torch.int8 else 10)
     return KvLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
 
@@ -19,7 +19,7 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_append_gather_and_move_are_their_twins(
     ops: NativeOps, page_size: int, dtype: torch.dtype
@@ -52,6 +52,36 @@ def test_append_rounds_to_nearest_even_and_keeps_nan(ops: NativeOps) -> None:
     ops.kv_append(x, x, kv, ints(3))
     expected = x.bfloat16()
     torch.testing.assert_close(kv.k_PSHD[0, 3][None], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_int8_rows_are_the_nearest_multiples_of_their_scale(ops: NativeOps) -> None:
+    kv = KvLayer(*(torch.zeros(4, 16, 3, 68, dtype=torch.int8) for _ in "kv"))
+    torch.manual_seed(0)
+    k, v = torch.randn(50, 3, 64) * 9, torch.randn(50, 3, 64) * 1e-3
+    k[0, 0] = 0
+    k[1, 1] = torch.arange(64) * 2.0 + 1  # of a scale of 1, half of them ties
+    k[1, 1, 63] = 127.0
+    k[1, 1, :3] = torch.tensor([0.5, 1.5, -2.5])
+    slots = torch.arange(50, dtype=torch.int32)
+    ops.kv_append(k, v, kv, slots)
+    assert kv.head_dim == 64
+    for x, stored in zip((k, v), ops.kv_gather(kv, slots), strict=True):
+        scale = stored[..., 64:].contiguous().view(torch.float32)
+        assert torch.equal(scale, x.abs().amax(-1, keepdim=True) / 127)
+        assert ((stored[..., :64] * scale - x).abs() <= scale * 0.5001).all()
+    assert kv.k_PSHD[0, 1, 1, :3].tolist() == [0, 2, -2]
+    assert kv.k_PSHD[0, 0, 0].eq(0).all()
+
+
+def test_int8_rows_that_are_not_finite_stay_so(ops: NativeOps) -> None:
+    kv, twin = pool(torch.int8), pool(torch.int8)
+    x = torch.randn(2, 2, 10)
+    x[0, 0, 3], x[1, 1, 9] = float("nan"), float("-inf")
+    for one, layer in ((ops, kv), (TWIN, twin)):
+        one.kv_append(x, x, layer, ints(1, 2))
+        scale = layer.k_PSHD[0, 1:3, :, 10:].contiguous().view(torch.float32)
+        assert scale.isnan()[..., 0].tolist() == [[True, False], [False, True]]
+    assert torch.equal(kv.k_PSHD[..., :10], twin.k_PSHD[..., :10])
 
 
 def test_other_slots_are_left_alone(ops: NativeOps) -> None:

@@ -11,19 +11,19 @@ from aserve.tensor.native import NativeOps
 from aserve.tensor.ops import KvCopy, KvLayer
 from aserve.tensor.reference import ReferenceOps
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int8: torch.int8}
 TWIN = ReferenceOps()
 
 
 def numbered(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> Tensor:
     """Bit patterns that tell places apart, whatever numbers they are."""
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
     count = torch.Size(shape).numel()
-    return torch.arange(first, first + count).to(bits).view(dtype).view(shape)
+    return torch.arange(first, first + count).to(BITS[dtype]).view(dtype).view(shape)
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+    return x.view(BITS[x.dtype])
 
 
 def clone(kv: KvLayer) -> KvLayer:

@@ -11,7 +11,8 @@
 
 namespace aserve {
 
-// A layer's K (or V) pages: [pages, page_size, heads, dim], a page being contiguous.
+// A layer's K (or V) pages: [pages, page_size, heads, dim], a page being contiguous. `dim` counts the
+// elements that a head takes; of int8 the last four are the bytes of its scale.
 struct PageShape {
   int64_t pages, page_size, heads, dim;
   int64_t page_stride;  // elements from a page to the next

@@ -9,7 +9,22 @@
 
 namespace aserve {
 
-// x is [rows, heads, dim] float32, rows x_stride floats apart.
+// One token's heads, [heads, values] float32, into the row of a page that begins at `to`.
+void kv_write(const float* x, Type type, const PageShape& shape, void* to);
+
+// k and v are [rows, heads, values] float32, rows k_stride and v_stride floats apart.
+struct KvAppend {
+  Type type;
+  const float *k, *v;
+  int64_t k_stride, v_stride;
+  void *k_pool, *v_pool;
+  PageShape k_shape, v_shape;  // same but for the page stride
+  const int32_t* slots;
+  int64_t rows;
+};
+
+void kv_append(Team& team, const KvAppend& call);
+// Of one pool.
 void kv_append(Team& team, const float* x, int64_t x_stride, Type type, void* pool,
                const PageShape& shape, const int32_t* slots, int64_t rows);
 // out is [rows, heads, dim] in the type of the pool.

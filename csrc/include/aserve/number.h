@@ -8,9 +8,15 @@
 
 namespace aserve {
 
-enum class Type { f32 = 0, bf16 = 1 };
+// i8 is for KV only: a head is its values and then their scale, a float32.
+enum class Type { f32 = 0, bf16 = 1, i8 = 2 };
 
-ASERVE_HD int64_t type_bytes(Type type) { return type == Type::bf16 ? 2 : 4; }
+ASERVE_HD int64_t type_bytes(Type type) { return type == Type::i8 ? 1 : type == Type::bf16 ? 2 : 4; }
+
+// Values in a head that takes so many elements of the type.
+ASERVE_HD int64_t values_of(Type type, int64_t elements) {
+  return type == Type::i8 ? elements - 4 : elements;
+}
 
 ASERVE_HD float widen(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
