@@ -6,10 +6,10 @@ noise keyed by (seed, position, token): a draw depends on its own sequence and n
 logits stay or go together in the filters. Temperature below 1e-5 is greedy, the lowest id first.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from aserve import _native
 from aserve.core.message import NONE_LEFT, Sampling, TokenLogprob
-from aserve.core.noise import draw_key
+from aserve.core.noise import U64
 
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint32]
 
 NOT_A_NUMBER = "the model's logits are not numbers"
+NO_TOKEN = {-1: NOT_A_NUMBER, -2: NONE_LEFT}  # why, as csrc/bind/sample.cpp tells it
 
 
 class History:
@@ -46,6 +47,9 @@ class History:
         self._counts = self._repeats or bool(
             sampling.presence_penalty or sampling.frequency_penalty
         )
+        # Draws look at the parameters only, once there were `min_tokens` tokens.
+        self._is_plain = not (self._counts or self._words)
+        self._params: _native.DrawParams | None = None
         self._place: dict[int, int] = {}
         self._seen_ids = np.zeros(16, dtype=np.int32)
         self._seen = np.zeros(16, dtype=np.int32)
@@ -80,6 +84,14 @@ class History:
             parts.append(np.array(last, dtype=np.int32))
         return np.concatenate(parts) if parts else self._single
 
+    def draw(self, position: int, mask: Words | None, *, stops: bool = True) -> tuple[object, ...]:
+        """A row as csrc/bind/sample.cpp reads it."""
+        if self._params is None:
+            self._params = _params(self)
+        if mask is None and self._is_plain and self.generated_len >= self.sampling.min_tokens:
+            return self._params, position
+        return self._params, position, mask, *self.seen, self.banned(stops=stops)
+
     def _ends_with(self, words: tuple[int, ...]) -> bool:
         return bool(words) and tuple(self._tail[-len(words) :]) == words
 
@@ -92,8 +104,7 @@ class History:
         self._seen[place] += times
 
 
-@dataclasses.dataclass(slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct):
     """One draw: of the token that will stand at `position` of its sequence.
 
     `mask` has bit `id % 32` of word `id // 32` set if the grammar allows `id`.
@@ -104,8 +115,7 @@ class SampleRow:
     mask: Words | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True):
     """`token` is -1 where `error` says why there is none; `logprob` is there if asked for."""
 
     token: int
@@ -133,27 +143,34 @@ class NativeSampler:
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
         address, stride, vocab = _checked(logits_RV, len(rows))
-        told = _native.draw(self._team, address, stride, vocab, [_fields(row) for row in rows])
+        told = _native.draw(
+            self._team,
+            address,
+            stride,
+            vocab,
+            [row.history.draw(row.position, row.mask) for row in rows],
+        )
         drawn = []
-        for place, (status, token) in enumerate(told):
-            if status == 2 and rows[place].history.generated_len < _min_tokens(rows[place]):
+        for place, token in enumerate(told):
+            if token == -2 and rows[place].history.generated_len < _min_tokens(rows[place]):
                 # A grammar that is complete allows only the end; it wins over min_tokens.
-                fields = [_fields(rows[place], stops=False)]
+                row = rows[place]
+                fields = [row.history.draw(row.position, row.mask, stops=False)]
                 here = address + 4 * stride * place
-                [(status, token)] = _native.draw(self._team, here, stride, vocab, fields)
-            drawn.append(Drawn(token, error=(None, NOT_A_NUMBER, NONE_LEFT)[status]))
+                [token] = _native.draw(self._team, here, stride, vocab, fields)
+            drawn.append(Drawn(token) if token >= 0 else Drawn(-1, None, NO_TOKEN[token]))
         return self._with_logprobs(logits_RV, rows, drawn)
 
     def _with_logprobs(
         self, logits_RV: Tensor, rows: Sequence[SampleRow], drawn: list[Drawn]
     ) -> list[Drawn]:
-        address, stride, vocab = _checked(logits_RV, len(rows))
         asked = [
             (place, one.token, row.history.sampling.logprobs)
             for place, (row, one) in enumerate(zip(rows, drawn, strict=True))
             if row.history.sampling.logprobs >= 0 and one.error is None
         ]
         if asked:
+            address, stride, vocab = _checked(logits_RV, len(rows))
             told = _native.logprobs(self._team, address, stride, vocab, asked)
             for (place, token, _), found in zip(asked, told, strict=True):
                 drawn[place] = Drawn(token, TokenLogprob(token, *found))
@@ -184,23 +201,22 @@ def _min_tokens(row: SampleRow) -> int:
     return row.history.sampling.min_tokens
 
 
-def _fields(row: SampleRow, *, stops: bool = True) -> tuple[object, ...]:
+def _params(history: History) -> "_native.DrawParams":
     """As csrc/bind/sample.cpp reads them."""
-    history, sampling = row.history, row.history.sampling
-    return (
-        sampling.temperature,
-        max(sampling.top_k, 0),
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-        draw_key(sampling.seed, row.position),
-        row.mask,
-        history.bias_ids,
-        history.bias,
-        *history.seen,
-        history.banned(stops=stops),
+    sampling = history.sampling
+    return _native.DrawParams(
+        (
+            sampling.temperature,
+            max(sampling.top_k, 0),
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+            sampling.seed & U64,
+            history.bias_ids,
+            history.bias,
+        )
     )
 
 

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "aserve/noise.h"
 #include "bind.h"
 
 namespace aserve {
@@ -33,33 +34,52 @@ const T* elements(const py::handle& object, int64_t n_wanted) {
   return data;
 }
 
-DrawRow draw_row(const py::tuple& row, const float* logits, int64_t vocab) {
-  require(row.size() == 14, "a row has 14 fields");
-  DrawRow out{};
-  out.logits = logits;
-  out.temperature = row[0].cast<double>();
-  out.top_k = row[1].cast<int64_t>();
-  out.top_p = row[2].cast<double>();
-  out.min_p = row[3].cast<double>();
-  out.presence = row[4].cast<double>();
-  out.frequency = row[5].cast<double>();
-  out.repetition = row[6].cast<double>();
-  out.key = row[7].cast<uint64_t>();
-  int64_t words = 0;
-  out.mask = elements<uint32_t>(row[8], &words);
-  require(out.mask == nullptr || words == (vocab + 31) / 32, "a mask has the wrong length");
-  out.bias_ids = elements<int32_t>(row[9], &out.bias_n);
-  out.bias = elements<double>(row[10], out.bias_n);
-  out.seen_ids = elements<int32_t>(row[11], &out.seen_n);
-  out.seen = elements<int32_t>(row[12], out.seen_n);
-  out.banned = elements<int32_t>(row[13], &out.banned_n);
-  require(out.temperature >= 0 && out.top_p > 0 && out.min_p >= 0 && out.min_p <= 1 &&
-              out.repetition > 0,
+// What all draws of one sequence have in common.
+struct DrawParams {
+  DrawRow row{};
+  uint64_t seed = 0;
+  py::object bias_ids, bias;  // keep the arrays
+};
+
+DrawParams draw_params(const py::tuple& given) {
+  require(given.size() == 10, "there are 10 parameters");
+  DrawParams out;
+  out.row.temperature = given[0].cast<double>();
+  out.row.top_k = given[1].cast<int64_t>();
+  out.row.top_p = given[2].cast<double>();
+  out.row.min_p = given[3].cast<double>();
+  out.row.presence = given[4].cast<double>();
+  out.row.frequency = given[5].cast<double>();
+  out.row.repetition = given[6].cast<double>();
+  out.seed = given[7].cast<uint64_t>();
+  out.bias_ids = given[8];
+  out.bias = given[9];
+  out.row.bias_ids = elements<int32_t>(out.bias_ids, &out.row.bias_n);
+  out.row.bias = elements<double>(out.bias, out.row.bias_n);
+  require(out.row.temperature >= 0 && out.row.top_k >= 0 && out.row.top_p > 0 &&
+              out.row.min_p >= 0 && out.row.min_p <= 1 && out.row.repetition > 0,
           "a sampling parameter is out of range");
   return out;
 }
 
-// (status, token) of each row.
+// (params, position) or (params, position, mask, seen_ids, seen, banned).
+DrawRow draw_row(const py::tuple& row, const float* logits, int64_t vocab) {
+  require(row.size() == 2 || row.size() == 6, "a row has 2 or 6 fields");
+  const auto& params = row[0].cast<const DrawParams&>();
+  DrawRow out = params.row;
+  out.logits = logits;
+  out.key = draw_key(params.seed, row[1].cast<uint64_t>());
+  if (row.size() == 2) return out;
+  int64_t words = 0;
+  out.mask = elements<uint32_t>(row[2], &words);
+  require(out.mask == nullptr || words == (vocab + 31) / 32, "a mask has the wrong length");
+  out.seen_ids = elements<int32_t>(row[3], &out.seen_n);
+  out.seen = elements<int32_t>(row[4], out.seen_n);
+  out.banned = elements<int32_t>(row[5], &out.banned_n);
+  return out;
+}
+
+// The token of each row, or less than 0 where there is none: minus the status.
 py::list run_draw(Team* team, Address logits, int64_t stride, int64_t vocab, const py::list& rows) {
   require(vocab > 0, "an empty vocabulary");
   std::vector<DrawRow> calls;
@@ -72,7 +92,8 @@ py::list run_draw(Team* team, Address logits, int64_t stride, int64_t vocab, con
   unlocked(n * vocab, [&] { draw(team, vocab, calls.data(), n); });
   py::list out(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
-    out[i] = py::make_tuple(static_cast<int>(calls[i].status), calls[i].token);
+    const bool drawn = calls[i].status == Drawn::token;
+    out[i] = drawn ? calls[i].token : -static_cast<int64_t>(calls[i].status);
   }
   return out;
 }
@@ -120,6 +141,7 @@ py::list run_logprobs(Team* team, Address logits, int64_t stride, int64_t vocab,
 }  // namespace
 
 void bind_sample(py::module_& module) {
+  py::class_<DrawParams>(module, "DrawParams").def(py::init(&draw_params));
   module.def("draw", &run_draw);
   module.def("logprobs", &run_logprobs);
 }

@@ -19,55 +19,6 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 // Below this a temperature means greedy, as elsewhere in the field.
 constexpr double temperature_min = 1e-5;
 
-Extent extent(const float* x, int64_t n) {
-  Extent out = {-infinity, false};
-  for (int64_t i = 0; i < n; ++i) {
-    out.nan |= x[i] != x[i];
-    if (x[i] > out.max) out.max = x[i];
-  }
-  return out;
-}
-
-int64_t first_equal(const float* x, int64_t n, float value) {
-  int64_t i = 0;
-  while (i < n && x[i] != value) ++i;
-  return i;
-}
-
-void masked_copy(const float* x, const uint32_t* mask, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; ++i) y[i] = mask[i / 32] >> (i % 32) & 1 ? x[i] : -infinity;
-}
-
-double sum_exp(const float* x, int64_t n, float max, double scale) {
-  double total = 0;
-  for (int64_t i = 0; i < n; ++i) total += std::exp((static_cast<double>(x[i]) - max) * scale);
-  return total;
-}
-
-int64_t gather(const float* x, int64_t n, float threshold, float* values, int32_t* ids) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (!(x[i] >= threshold)) continue;
-    values[count] = x[i];
-    ids[count++] = static_cast<int32_t>(i);
-  }
-  return count;
-}
-
-int64_t gumbel_argmax(const float* x, int64_t n, const Gumbel& gumbel) {
-  double best = -std::numeric_limits<double>::infinity();
-  int64_t winner = n;
-  for (int64_t i = 0; i < n; ++i) {
-    if (!(x[i] >= gumbel.threshold)) continue;
-    const double logit = (static_cast<double>(x[i]) - gumbel.max) * gumbel.scale;
-    const uint32_t bits = noise_bits(gumbel.key, static_cast<uint32_t>(i));
-    if (logit + gumbel_bound(bits) < best) continue;
-    const double score = logit + gumbel_noise(bits);
-    if (score > best) best = score, winner = i;
-  }
-  return winner;
-}
-
 const SampleKernels& kernels_in_force() {
 #if defined(__x86_64__)
   if (level() >= Level::avx512) return sample_avx512;
@@ -77,16 +28,15 @@ const SampleKernels& kernels_in_force() {
 
 // Of the thread, grown as needed.
 struct Space {
-  std::vector<float> logits, values;
+  std::vector<float> logits, values, block_max;
   std::vector<int32_t> ids;
-  std::vector<double> weights;
 
   void fit(int64_t vocab) {
     if (static_cast<int64_t>(logits.size()) >= vocab) return;
     logits.resize(vocab);
     values.resize(vocab);
     ids.resize(vocab);
-    weights.resize(vocab);
+    block_max.resize((vocab + block_len - 1) / block_len);
   }
 };
 
@@ -127,40 +77,47 @@ const float* edited(const DrawRow& row, int64_t vocab, const SampleKernels& kern
 }
 
 // At least `wanted` values from the top (or all), and their ids; few more if that is cheap.
-int64_t gather_top(const float* x, int64_t vocab, float max, int64_t wanted,
-                   const SampleKernels& kernels, Space& mine) {
-  for (float depth = 2; depth < 256; depth *= 1.5f) {
-    const int64_t count =
-        kernels.gather(x, vocab, max - depth, mine.values.data(), mine.ids.data());
-    if (count >= wanted) return count;
+int64_t gather_top(const Blocks& row, float max, int64_t wanted, const SampleKernels& kernels,
+                   Space& mine) {
+  float* values = mine.values.data();
+  float floor = -FLT_MAX;
+  if (wanted <= row.count()) {  // as many blocks reach a value, as many logits do
+    std::memcpy(values, row.max, sizeof(float) * static_cast<size_t>(row.count()));
+    std::nth_element(values, values + wanted - 1, values + row.count(), std::greater<float>());
+    floor = std::max(floor, values[wanted - 1]);
+  } else {
+    for (float depth = 2; depth < 256; depth *= 1.5f) {
+      const int64_t count = kernels.gather(row, max - depth, values, mine.ids.data());
+      if (count >= wanted) return count;
+    }
   }
-  return kernels.gather(x, vocab, -FLT_MAX, mine.values.data(), mine.ids.data());
+  return kernels.gather(row, floor, values, mine.ids.data());
 }
 
 // Values that take part in top_p: those at or above `floor`, down to where their mass is enough.
-int64_t gather_mass(const float* x, int64_t vocab, const Gumbel& gumbel, double* target,
+int64_t gather_mass(const Blocks& row, const Gumbel& gumbel, double* target,
                     const SampleKernels& kernels, Space& mine) {
   float* values = mine.values.data();
   if (gumbel.threshold > -FLT_MAX) {  // top_k left few
-    const int64_t count = kernels.gather(x, vocab, gumbel.threshold, values, mine.ids.data());
+    const int64_t count = kernels.gather(row, gumbel.threshold, values, mine.ids.data());
     *target *= kernels.sum_exp(values, count, gumbel.max, gumbel.scale);
     return count;
   }
-  *target *= kernels.sum_exp(x, vocab, gumbel.max, gumbel.scale);
+  *target *= kernels.sum_exp(row.x, row.n, gumbel.max, gumbel.scale);
   for (double depth = 3; depth < 64; depth *= 1.6) {
     const float floor = static_cast<float>(gumbel.max - depth / gumbel.scale);
-    const int64_t count = kernels.gather(x, vocab, floor, values, mine.ids.data());
+    const int64_t count = kernels.gather(row, floor, values, mine.ids.data());
     const double mass = kernels.sum_exp(values, count, gumbel.max, gumbel.scale);
     if (mass > *target * (1 + 1e-12)) return count;
   }
-  return kernels.gather(x, vocab, -FLT_MAX, values, mine.ids.data());
+  return kernels.gather(row, -FLT_MAX, values, mine.ids.data());
 }
 
 // The value of the token with which the mass from the top reaches top_p of the whole.
-float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, double top_p,
+float top_p_threshold(const Blocks& row, const Gumbel& gumbel, double top_p,
                       const SampleKernels& kernels, Space& mine) {
   double target = top_p;
-  const int64_t count = gather_mass(x, vocab, gumbel, &target, kernels, mine);
+  const int64_t count = gather_mass(row, gumbel, &target, kernels, mine);
   float* values = mine.values.data();
   const auto weight = [&gumbel](float value) {
     return std::exp((static_cast<double>(value) - gumbel.max) * gumbel.scale);
@@ -188,52 +145,85 @@ float top_p_threshold(const float* x, int64_t vocab, const Gumbel& gumbel, doubl
   return high > 0 ? values[high - 1] : -FLT_MAX;
 }
 
+// Draws among all that `gumbel` lets through, until what is drawn is of the top_p: the best of many
+// is the best of those few among them that it belongs to. That it belongs there needs no threshold,
+// only the mass above it. `kept`: of the logits whose mass top_p is a part of.
+int64_t draw_top_p(const Blocks& row, Gumbel gumbel, float kept, double top_p,
+                   const SampleKernels& kernels, Space& mine) {
+  constexpr int rounds_max = 6;
+  for (int round = 0; round < rounds_max; ++round) {
+    const int64_t winner = kernels.gumbel_argmax(row, gumbel);
+    const float value = row.x[winner];
+    if (value == gumbel.max) return winner;
+    const Mass mass = kernels.mass(row, gumbel, kept, value);
+    if (mass.above < top_p * mass.total * (1 - mass_error)) return winner;
+    if (mass.above < top_p * mass.total * (1 + mass_error)) break;  // too close to call
+    gumbel.threshold = std::nextafter(value, infinity);
+  }
+  const Gumbel whole = {kept, gumbel.max, gumbel.scale, gumbel.key};
+  const float least = top_p_threshold(row, whole, top_p, kernels, mine);
+  gumbel.threshold = std::max(gumbel.threshold, least);
+  return kernels.gumbel_argmax(row, gumbel);
+}
+
+// The least logit that top_k leaves.
+float top_k_threshold(const Blocks& row, float max, int64_t top_k, const SampleKernels& kernels,
+                      Space& mine) {
+  const int64_t count = gather_top(row, max, top_k, kernels, mine);
+  float* values = mine.values.data();
+  if (count < top_k) return -FLT_MAX;
+  std::nth_element(values, values + top_k - 1, values + count, std::greater<float>());
+  return values[top_k - 1];
+}
+
+// The first of the best.
+int64_t best_of(const Blocks& row, float max) {
+  int64_t block = 0;
+  while (row.max[block] != max) ++block;
+  int64_t i = block * block_len;
+  while (row.x[i] != max) ++i;
+  return i;
+}
+
 void draw_row(int64_t vocab, DrawRow& row, const SampleKernels& kernels) {
   Space& mine = space(vocab);
+  float* block_max = mine.block_max.data();
+  const Extent raw = kernels.extent(row.logits, vocab, block_max);
   const float* x = edited(row, vocab, kernels, mine.logits.data());
-  const Extent raw = kernels.extent(row.logits, vocab);
-  const Extent extent = x == row.logits ? raw : kernels.extent(x, vocab);
+  const Extent extent = x == row.logits ? raw : kernels.extent(x, vocab, block_max);
   row.status = raw.nan || extent.nan || raw.max == infinity || extent.max == infinity
                    ? Drawn::not_a_number
                : extent.max == -infinity ? Drawn::none_left
                                          : Drawn::token;
   row.token = -1;
   if (row.status != Drawn::token) return;
+  const Blocks blocks = {x, vocab, block_max};
   if (row.temperature < temperature_min) {
-    row.token = kernels.first_equal(x, vocab, extent.max);
+    row.token = best_of(blocks, extent.max);
     return;
   }
   Gumbel gumbel = {-FLT_MAX, extent.max, 1.0 / row.temperature, row.key};
   if (row.top_k > 0 && row.top_k < vocab) {
-    const int64_t count = gather_top(x, vocab, extent.max, row.top_k, kernels, mine);
-    if (count > row.top_k) {
-      float* values = mine.values.data();
-      float* least = values + row.top_k - 1;
-      std::nth_element(values, least, values + count, std::greater<float>());
-      gumbel.threshold = *least;
-    } else if (count == row.top_k) {
-      gumbel.threshold = *std::min_element(mine.values.data(), mine.values.data() + count);
-    }
+    gumbel.threshold = top_k_threshold(blocks, extent.max, row.top_k, kernels, mine);
   }
-  float threshold = gumbel.threshold;
-  if (row.top_p < 1) {
-    const float least = top_p_threshold(x, vocab, gumbel, row.top_p, kernels, mine);
-    threshold = std::max(threshold, least);
+  const float kept = gumbel.threshold;
+  if (row.min_p > 0) {
+    gumbel.threshold = std::max(kept, min_p_threshold(gumbel.max, gumbel.scale, row.min_p));
   }
-  if (row.min_p > 0) threshold = std::max(threshold, min_p_threshold(gumbel.max, gumbel.scale, row.min_p));
-  gumbel.threshold = threshold;
-  row.token = kernels.gumbel_argmax(x, vocab, gumbel);
+  row.token = row.top_p < 1 ? draw_top_p(blocks, gumbel, kept, row.top_p, kernels, mine)
+                            : kernels.gumbel_argmax(blocks, gumbel);
 }
 
 void logprob_row(int64_t vocab, LogprobRow& row, const SampleKernels& kernels) {
-  const Extent extent = kernels.extent(row.logits, vocab);
+  Space& mine = space(vocab);
+  const Extent extent = kernels.extent(row.logits, vocab, mine.block_max.data());
   row.ok = !extent.nan && extent.max > -infinity && extent.max < infinity;
   if (!row.ok) return;
   const double total = extent.max + std::log(kernels.sum_exp(row.logits, vocab, extent.max, 1.0));
   row.logprob = row.logits[row.token] - total;
   if (row.top_n == 0) return;
-  Space& mine = space(vocab);
-  const int64_t count = gather_top(row.logits, vocab, extent.max, row.top_n, kernels, mine);
+  const Blocks blocks = {row.logits, vocab, mine.block_max.data()};
+  const int64_t count = gather_top(blocks, extent.max, row.top_n, kernels, mine);
   int32_t* ids = mine.ids.data();
   const auto better = [&](int32_t a, int32_t b) {
     return row.logits[a] != row.logits[b] ? row.logits[a] > row.logits[b] : a < b;
@@ -254,9 +244,6 @@ void each(Team* team, int64_t n, const Task& task) {
 }
 
 }  // namespace
-
-const SampleKernels sample_generic = {extent,  first_equal, masked_copy,
-                                      sum_exp, gather,      gumbel_argmax};
 
 void draw(Team* team, int64_t vocab, DrawRow* rows, int64_t n) {
   const SampleKernels& kernels = kernels_in_force();

@@ -9,6 +9,17 @@
 
 namespace aserve {
 
+ASERVE_HD uint64_t mix64(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// Of the draw of the token that will stand at `position`.
+ASERVE_HD uint64_t draw_key(uint64_t seed, uint64_t position) {
+  return mix64(mix64(seed) + 0x9E3779B97F4A7C15u * (position + 1));
+}
+
 ASERVE_HD uint32_t mix32(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0x735A2D97u;
