@@ -43,6 +43,7 @@ class Choice:
         # An end-of-text token that nobody asked for is no stop reason worth telling.
         self._silent_ids = frozenset(tokenizer.eos_ids) - frozenset(params.stop_token_ids)
         self.head = ""  # text that goes before the first: an echoed prompt
+        self._begun = False  # what goes with the first tokens has gone
         self._prompt_logprobs: list[TokenLogprob] = []
         self._owes_prompt_logprobs = wants_prompt_logprobs(params) >= 0
 
@@ -61,6 +62,10 @@ class Choice:
         if not output.tokens and output.finish_reason is None:
             return None
         kept, text, hit = self._text(output.tokens, output.stop_token)
+        if self._begun and hit is None and output.finish_reason is None:
+            self.tokens_len += kept
+            self.stream.put(self.index, text, output.tokens, output.logprobs)
+            return None
         self._write(text, output.tokens[:kept], output.logprobs[:kept])
         if hit is not None:
             self.end("stop", stop_reason=hit)
@@ -94,6 +99,7 @@ class Choice:
         if self._owes_prompt_logprobs and tokens:
             pending.prompt_logprobs = (None, *self._prompt_logprobs)
             self._owes_prompt_logprobs = False
+        self._begun = self._begun or bool(tokens)
         self.tokens_len += len(tokens)
         pending.text += (self._take_head(), text)
         pending.token_ids.extend(tokens)

@@ -7,7 +7,9 @@ its own request.
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
+import outcome
 import trio
 
 from aserve.core.message import TokenLogprob
@@ -59,14 +61,30 @@ class Pending:
         )
 
 
+class Shortcut(Protocol):
+    """Takes deltas where they are made, while the consumer waits for one: nobody has to wake."""
+
+    def ready(self) -> bool:
+        """Whether `push` may be called now; if not, the consumer is woken as usual."""
+        ...
+
+    def push(self, delta: Delta) -> None:
+        """Must not wait. What it raises is raised in the consumer."""
+        ...
+
+
 class Stream:
-    """The mailbox of one request, between the leader (writes) and its consumer (takes)."""
+    """The mailbox of one request, between the leader (writes) and its consumer (takes).
+
+    With a `shortcut`, deltas before a choice's last reach it instead of a waiting consumer.
+    """
 
     def __init__(self, choices: int) -> None:
         self._pending: list[Pending | None] = [None] * choices
         self._order: deque[int] = deque()
         self._open = choices
-        self._news: trio.Event | None = None
+        self._waiting: trio.lowlevel.Task | None = None
+        self.shortcut: Shortcut | None = None
         self.on_over: Callable[[], object] = lambda: None
 
     @property
@@ -88,9 +106,34 @@ class Stream:
             self._open -= 1
             if self._open == 0:
                 self.on_over()
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._waiting is not None:
+            self._wake(None)
+
+    def put(
+        self,
+        index: int,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+    ) -> None:
+        """Write and publish plain news of choice `index`, which goes on."""
+        shortcut = self.shortcut
+        if self._waiting is None or shortcut is None or not shortcut.ready():
+            pending = self.pending(index)
+            pending.text.append(text)
+            pending.token_ids.extend(token_ids)
+            pending.logprobs.extend(logprobs)
+            self.publish(ended=False)
+            return
+        # Who waits has taken everything before.
+        result = outcome.capture(shortcut.push, Delta(index, text, token_ids, logprobs))
+        if isinstance(result, outcome.Error):  # the leader must not meet it
+            self._wake(result)
+
+    def _wake(self, result: outcome.Error | None) -> None:
+        task, self._waiting = self._waiting, None
+        assert task is not None
+        trio.lowlevel.reschedule(task, outcome.Value(None) if result is None else result)
 
     def _take(self) -> Delta | None:
         if not self._order:
@@ -103,14 +146,18 @@ class Stream:
 
     async def wait_delta(self) -> Delta | None:
         """The next delta, or None when every choice has ended and all was taken."""
-        await trio.lowlevel.checkpoint()
-        while (delta := self._take()) is None:
-            if self.over:
-                return None
-            if self._news is None:
-                self._news = trio.Event()
-            await self._news.wait()
-        return delta
+        if self._order or self.over:
+            await trio.lowlevel.checkpoint()
+        while not self._order and not self.over:
+            if self._waiting is not None:
+                raise trio.BusyResourceError("another task waits for this generation's deltas")
+            self._waiting = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._give_up)
+        return self._take()
+
+    def _give_up(self, _raise_cancel: object) -> trio.lowlevel.Abort:
+        self._waiting = None
+        return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Generation:
@@ -128,6 +175,15 @@ class Generation:
         self._stream = stream
         self.abort = abort  # end what still runs, now
         self._token = trio.lowlevel.current_trio_token()
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """Takes deltas instead of who waits for them, but for those that end a choice."""
+        return self._stream.shortcut
+
+    @shortcut.setter
+    def shortcut(self, shortcut: Shortcut) -> None:
+        self._stream.shortcut = shortcut
 
     def __aiter__(self) -> "Generation":
         return self

@@ -208,6 +208,7 @@ class ChatChunks:
         self._choices = choices
         self._frames = frames
         self._fast = choices.reading.plain and not choices.logprobs
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # what is round the text of a choice
 
     def push(self, _prompt: int, delta: Delta) -> bytes:
         choices, index = self._choices, delta.index
@@ -217,14 +218,24 @@ class ChatChunks:
             reader = choices.new_reader(index)
             first = {"role": "assistant", "content": choices.echoed}
             parts.append(self._chunk(index, encode(first)))
+            plain = b'{"index":%d,"delta":{"content":%%},"logprobs":null,"finish_reason":null}'
+            self._plain[index] = self._frames.around(plain % index)
+        elif self._fast and delta.finish_reason is None:
+            return self._text(index, delta.text)
         if not self._fast:
             parts.extend(self._read(reader, delta))
         elif delta.text:
-            parts.append(self._chunk(index, b'{"content":' + encode(delta.text) + b"}"))
+            parts.append(self._text(index, delta.text))
         if delta.finish_reason is not None:
             reason = finish_reason_of(delta.finish_reason, reader)
             parts.append(self._chunk(index, b"{}", finish=b'"%b"' % reason.encode()))
         return b"".join(parts)
+
+    def _text(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        before, behind = self._plain[index]
+        return before + encode(text) + behind
 
     def _chunk(
         self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null"

@@ -41,6 +41,11 @@ class Frames:
         """`choice`: the JSON of the one entry in `choices`."""
         return self._head + choice + self._tail
 
+    def around(self, choice: bytes) -> tuple[bytes, bytes]:
+        """What stands before and behind the only `%` in every chunk of such a choice."""
+        before, _, behind = choice.partition(b"%")
+        return self._head + before, behind + self._tail
+
     def usage(self, usages: Iterable[Usage]) -> bytes:
         """The last chunk, without choices; nothing unless the client asked for it."""
         if not self.include_usage:

@@ -108,9 +108,12 @@ class CompletionChunks(_Choices):
     ) -> None:
         super().__init__(engine, params, prompts)
         self._frames = frames
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # what is round the text of a choice
 
     def push(self, prompt: int, delta: Delta) -> bytes:
         reason = delta.finish_reason
+        if reason is None and self.params.logprobs is None:
+            return self._text(self.place(prompt, delta.index), delta.text)
         wants_logprobs = self.params.logprobs is not None and delta.token_ids
         if not (delta.text or reason or wants_logprobs):
             return b""
@@ -126,6 +129,15 @@ class CompletionChunks(_Choices):
                 b'"%b"' % reason.encode() if reason else b"null",
             )
         )
+
+    def _text(self, place: int, text: str) -> bytes:
+        if not text:
+            return b""
+        around = self._plain.get(place)
+        if around is None:
+            plain = b'{"index":%d,"text":%%,"logprobs":null,"finish_reason":null}' % place
+            around = self._plain[place] = self._frames.around(plain)
+        return around[0] + encode(text) + around[1]
 
     def end(self, tally: UsageTally) -> bytes:
         return self._frames.usage(tally.prompts)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import chain
 from socket import MSG_PEEK
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import h11
 import trio
@@ -35,7 +35,23 @@ logger = logging.getLogger("aserve.http")
 INBOX_LEN_MAX = 4
 HEADERS_S = 10.0
 LINGER_S = 2.0
+CHUNKS = "aserve.chunks"  # the ASGI extension that is a `Chunks`
 ABSOLUTE = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+
+
+class Chunks(Protocol):
+    """Writes chunks of a body past Hypercorn and h11, which both keep no state of a chunk.
+
+    Only between the first and the last body message of a response without a length.
+    """
+
+    def ready(self) -> bool:
+        """Nothing that was written before still waits for the client to read."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Without waiting: what the socket does not take is sent in the background."""
+        ...
 
 
 class Inbox:
@@ -81,12 +97,21 @@ class Inbox:
 
 
 class Tasks(TaskGroup):
-    """Hypercorn's task group with our inbox between a connection and the application."""
+    """Hypercorn's task group with our inbox between a connection and the application.
+
+    `chunks` is offered to the application where its answer would be sent in chunks.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        super().__init__()
+        self._chunks = chunks
 
     async def spawn_app(
         self, app: Any, config: Any, scope: Any, send: Callable[[Any], Awaitable[None]]
     ) -> Callable[[Any], Awaitable[None]]:
         inbox = Inbox()
+        if scope["http_version"] == "1.1":
+            scope["extensions"][CHUNKS] = self._chunks
         self.spawn(_run_app, app, scope, inbox, send)
         return inbox.put
 
@@ -131,7 +156,7 @@ class Turn(EventWrapper):
             raise trio.BrokenResourceError
 
 
-class Protocol(H11Protocol):
+class Http(H11Protocol):
     """HTTP/1.1 only, with a JSON body in the errors of the protocol itself."""
 
     async def _check_protocol(self, event: h11.Request) -> None:
@@ -188,7 +213,7 @@ class Connection(TCPServer):
     """Reads, writes and ends one client's socket; every write has a deadline."""
 
     stream: trio.SocketStream  # type: ignore[assignment]
-    protocol: Protocol  # type: ignore[assignment]
+    protocol: Http  # type: ignore[assignment]
 
     def __init__(
         self, app: Any, config: Any, context: Any, stream: trio.SocketStream, *, write_s: float
@@ -200,15 +225,16 @@ class Connection(TCPServer):
         self._closing = False
         self._answered = False
         self._cut = False
+        self._unsent = b""  # of chunks, for `_write` to send first
 
     async def run(self) -> None:
         socket = self.stream.socket
         try:
             client = parse_socket_addr(socket.family, socket.getpeername())
             server = parse_socket_addr(socket.family, socket.getsockname())
-            async with Tasks() as tasks:
+            async with Tasks(self) as tasks:
                 self._task_group = tasks
-                self.protocol = Protocol(
+                self.protocol = Http(
                     self.app,
                     self.config,
                     self.context,
@@ -233,6 +259,21 @@ class Connection(TCPServer):
         self._cut = True
         self._writing.shield = False
 
+    def ready(self) -> bool:
+        """See `Chunks`."""
+        return not self._unsent and not self.send_lock.locked()
+
+    def write(self, data: bytes) -> None:
+        """See `Chunks`."""
+        assert not self._unsent
+        frame = b"%x\r\n%b\r\n" % (len(data), data)
+        try:
+            self._unsent = frame[os.write(self.stream.socket.fileno(), frame) :]
+        except OSError:  # full or gone: sending it shows which
+            self._unsent = frame
+        if self._unsent:
+            self._task_group.spawn(self._write, b"")
+
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):
             await self._write(event.data)
@@ -250,9 +291,10 @@ class Connection(TCPServer):
         """Send all of `data`, or end the connection if its client does not take it in time."""
         try:
             left = self._write_now(data)
-            if not left:
+            if not left and not self._unsent:
                 return
             async with self.send_lock:
+                left, self._unsent = self._unsent + left, b""
                 # Cut short, a write would leave half a frame: it is shielded, but not for ever.
                 with trio.move_on_after(self._write_s, shield=not self._cut) as self._writing:
                     await self.stream.send_all(left)
@@ -268,7 +310,7 @@ class Connection(TCPServer):
         """Send what the socket takes without waiting, as it nearly always does with a chunk; the
         rest is returned. A scope, a lock and a trip round the event loop would cost more than it.
         """
-        if self.send_lock.locked():
+        if not self.ready():
             return data
         try:
             return data[os.write(self.stream.socket.fileno(), data) :]

@@ -13,6 +13,7 @@ from aserve.actors.generation import Generation
 from aserve.api.body import read_json
 from aserve.api.call import Call
 from aserve.api.chunks import DONE, UsageTally, failure_of
+from aserve.api.connection import CHUNKS, Chunks
 from aserve.api.edge import send_json
 from aserve.api.protocol import FIELDS, Generate
 from aserve.api.service import Service
@@ -74,6 +75,7 @@ class GenerateEndpoint(Generic[R]):
         if logger.isEnabledFor(logging.DEBUG):
             _log_ignored(call, type(request), body)
         run = _Run(self._service, call, send if request.stream else None)
+        run.chunks = scope["extensions"].get(CHUNKS)
         async with call.watched(receive, config.server.request_s):
             job = await self._prepare(self._service, request, call)
             _check_count(job, config.schedule.waiting_max)
@@ -105,6 +107,21 @@ def _log_ignored(call: Call, kind: type[Generate], body: bytes) -> None:
         logger.debug("unknown fields", extra={"fields": fields})
 
 
+class _Shortcut:
+    """From the leader's task to the socket: what a chunk costs is its JSON and one system call."""
+
+    def __init__(self, prompt: int, writer: Writer, chunks: Chunks) -> None:
+        self._prompt = prompt
+        self._writer = writer
+        self._chunks = chunks
+        self.ready = chunks.ready
+
+    def push(self, delta: Delta) -> None:
+        data = self._writer.push(self._prompt, delta)
+        if data:
+            self._chunks.write(data)
+
+
 class _Run:
     """The generations of one request, and the response they are written to."""
 
@@ -115,6 +132,7 @@ class _Run:
         self._started = False
         self._alone = True
         self._turn = trio.Lock()  # between several generations that write to one response
+        self.chunks: Chunks | None = None  # where the connection offers it
         self.tally = UsageTally()
 
     async def consume_all(self, job: Job, request: Generate) -> None:
@@ -157,6 +175,8 @@ class _Run:
             else:
                 async with self._turn:
                     await self._write(data)
+            if self.chunks is not None and generation.shortcut is None:
+                generation.shortcut = _Shortcut(prompt, writer, self.chunks)
 
     def _note_end(self, prompt: int, delta: Delta) -> None:
         reason = delta.finish_reason

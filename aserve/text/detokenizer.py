@@ -51,11 +51,15 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these ids complete. Ids the tokenizer does not know give nothing."""
-        texts = []
-        for token in ids:
-            if token not in self._skip and (piece := self._text_of(token)) is not None:
-                texts.append(self._stream.push(piece))
-        return "".join(texts)
+        if len(ids) == 1:
+            return self._one(ids[0])
+        return "".join([self._one(token) for token in ids])
+
+    def _one(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        piece = self._text_of(token)
+        return "" if piece is None else self._stream.push(piece)
 
     def flush(self) -> str:
         """The text of what was held back, replaced where it is no character."""
@@ -74,9 +78,11 @@ class Pieces:
         self._open = _stream_of(spec)
 
     def text_of(self, token: int) -> str | None:
-        if token not in self._texts:
-            self._texts[token] = self._hf.id_to_token(token) if token >= 0 else None
-        return self._texts[token]
+        try:
+            return self._texts[token]
+        except KeyError:
+            text = self._texts[token] = self._hf.id_to_token(token) if token >= 0 else None
+            return text
 
     def open(self, continues: bool) -> Stream:
         if self._open is None:
@@ -140,16 +146,31 @@ def byte_level(token: str) -> bytes:
         return token.encode()
 
 
+@lru_cache(maxsize=1 << 17)
+def whole_text(token: str) -> str | None:
+    """The text of a byte-level piece that begins and ends between characters, as most do."""
+    try:
+        return byte_level(token).decode()
+    except UnicodeDecodeError:
+        return None
+
+
 class ByteLevelStream:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False  # part of a character
 
     def push(self, token: str) -> str:
-        return self._decoder.decode(byte_level(token))
+        if not self._holds and (whole := whole_text(token)) is not None:
+            return whole
+        text = self._decoder.decode(byte_level(token))
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._holds = False
         return text
 
 

@@ -2,12 +2,13 @@
 
 import gc
 
+import pytest
 import trio
 import trio.testing
 
 from aserve.actors.generation import Ending, Generation, Stream
 from aserve.core.message import TokenLogprob
-from aserve.core.request import Usage
+from aserve.core.request import Delta, Usage
 
 
 def say(stream: Stream, index: int, text: str, token: int) -> None:
@@ -99,3 +100,76 @@ async def test_leaving_the_block_aborts() -> None:
         assert aborted == []
     assert aborted == [1]
     end(stream, 0)
+
+
+class Taker:
+    """A shortcut that takes deltas while it is told to."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.texts: list[str] = []
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def push(self, delta: Delta) -> None:
+        if delta.text == "bad":
+            raise ValueError(delta.text)
+        self.texts.append(delta.text)
+
+
+async def taken_by(stream: Stream, texts: list[str]) -> None:
+    while (delta := await stream.wait_delta()) is not None:
+        texts.append(delta.text)
+
+
+async def test_a_shortcut_takes_what_a_waiting_consumer_would_be_woken_for() -> None:
+    stream, taker, texts = Stream(1), Taker(), list[str]()
+    stream.shortcut = taker
+    stream.put(0, "nobody waits yet", (1,), ())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(taken_by, stream, texts)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.put(0, "a", (2,), ())
+        stream.put(0, "b", (3,), ())
+        taker.is_ready = False
+        stream.put(0, "c", (4,), ())
+        taker.is_ready = True
+        stream.put(0, "d", (5,), ())  # behind the one that is not taken yet
+        await trio.testing.wait_all_tasks_blocked()
+        stream.put(0, "e", (6,), ())
+        end(stream, 0)
+    assert taker.texts == ["a", "b", "e"]
+    assert texts == ["nobody waits yet", "cd", ""]
+
+
+async def test_what_a_shortcut_raises_reaches_the_consumer_and_not_the_leader() -> None:
+    stream = Stream(1)
+    stream.shortcut = Taker()
+    caught: list[ValueError] = []
+
+    async def consume() -> None:
+        try:
+            await stream.wait_delta()
+        except ValueError as error:
+            caught.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(consume)
+        await trio.testing.wait_all_tasks_blocked()
+        stream.put(0, "bad", (1,), ())
+    assert [str(error) for error in caught] == ["bad"]
+
+
+async def test_one_task_at_a_time_waits_for_deltas() -> None:
+    stream = Stream(1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stream.wait_delta)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(trio.BusyResourceError):
+            await stream.wait_delta()
+        nursery.cancel_scope.cancel()
+    stream.put(0, "a", (1,), ())  # nobody waits any more
+    delta = await stream.wait_delta()
+    assert delta is not None
+    assert delta.text == "a"
