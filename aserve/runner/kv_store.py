@@ -27,11 +27,13 @@ class KvStore:
         layers: dict[int, KvLayer] = {}
         for region in regions:
             assert region.per == "token", region
-            shape = (len(region.layers), 2, pages_total, page_size, region.heads, region.stored_dim)
+            # Page before layer: what is in use is one span, of which huge pages waste next to none.
+            shape = (pages_total, len(region.layers), 2, page_size, region.heads, region.stored_dim)
             pool_bytes = len(region.layers) * region.item_bytes * page_size * pages_total
             # numpy asks for zeroed memory that costs nothing until it is written.
             pool = torch.from_numpy(_zeros(pool_bytes)).view(region.dtype)
-            for layer, (keys, values) in zip(region.layers, pool.view(shape), strict=True):
+            for place, layer in enumerate(region.layers):
+                keys, values = pool.view(shape)[:, place].unbind(1)
                 layers[layer] = KvLayer(keys, values)
             self.nbytes += pool_bytes
         self.layers = [layers[layer] for layer in sorted(layers)]
