@@ -180,9 +180,9 @@ async def test_a_thread_that_never_ends_is_told_of(
 ) -> None:
     """It cannot be ended; its requests and probes must not wait for it."""
     monkeypatch.setattr(supervisor, "ENDING_S", 0.01)
-    async with stuck(open_legible, monkeypatch, plane_s=0.01) as (engine, release):
+    async with stuck(open_legible, monkeypatch, plane_s=0.01) as (engine, begun, release):
         generation = engine.generate(PROMPT, params())
-        await break_while_computing(engine)
+        await break_while_computing(engine, begun)
         with trio.fail_after(5):
             done = await collect(generation, (), params())
         assert done.error == "the ranks broke and could not be ended within 0.02 s"
@@ -194,9 +194,9 @@ async def test_the_reason_of_a_break_is_told_while_ranks_are_still_being_ended(
     open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not that of the break before, and not none."""
-    async with stuck(open_legible, monkeypatch) as (engine, release):
+    async with stuck(open_legible, monkeypatch) as (engine, begun, release):
         generation = engine.generate(PROMPT, params())
-        await break_while_computing(engine)
+        await break_while_computing(engine, begun)
         with trio.fail_after(5):
             while engine.state is not State.RESTARTING:
                 await trio.lowlevel.checkpoint()
@@ -208,26 +208,28 @@ async def test_the_reason_of_a_break_is_told_while_ranks_are_still_being_ended(
 @asynccontextmanager
 async def stuck(
     open_legible: OpenEngine, monkeypatch: pytest.MonkeyPatch, **ranks: float
-) -> AsyncIterator[tuple[Engine, threading.Event]]:
-    """An engine whose rank computes until the event is set."""
-    release = threading.Event()
+) -> AsyncIterator[tuple[Engine, threading.Event, threading.Event]]:
+    """An engine whose rank computes until the event is set, once `break_while_computing` saw it
+    begin: a step that has not begun would be dropped, not waited for."""
+    begun, release = threading.Event(), threading.Event()
     forward = LegibleRunner.forward
 
     def wait(self: LegibleRunner, work: Any, inward: None) -> Any:
+        begun.set()
         release.wait(30)
         return forward(self, work, inward)
 
     monkeypatch.setattr(LegibleRunner, "forward", wait)
     try:
         async with open_legible(threaded=True, **ranks) as engine:
-            yield engine, release
+            yield engine, begun, release
     finally:
         release.set()
 
 
-async def break_while_computing(engine: Engine) -> None:
+async def break_while_computing(engine: Engine, begun: threading.Event) -> None:
     with trio.fail_after(5):
-        while not engine._leader.awaited:
+        while not begun.is_set():
             await trio.lowlevel.checkpoint()
     ranks: Any = engine._supervisor.ranks
     ranks.plane.rank_died(0, "it was told so")
