@@ -46,11 +46,13 @@ struct Work {
   const char* tile[16];          // of sixteen keys each
   int64_t tile_stride[16];       // bytes from a key to the next
   uint16_t* k;                   // [256][dim_pad], where not in place
-  uint16_t* v;                   // [8 groups][dim_pad][32]
+  uint16_t* v;                   // [8 groups][dim_pad][32], or [8 groups][16 pairs][dim_pad][2]
+  uint16_t* held;                // [32][dim_pad], values on their way there
   float *k_scale, *v_scale;      // [256] of int8, or null
   float* scores;                 // [2][256][16 lanes, or 4]
-  uint16_t* p;                   // [2][128 pairs][16 lanes, or 4][2]
+  uint16_t* p;                   // [2], see Stage
 
+  int64_t heads() const { return task->head_end - task->head_begin; }
   int64_t state_len() const { return (dim_pad + 2) * 16; }
   int64_t number(int64_t head, int64_t u) const { return (head - task->head_begin) * units + u; }
   const char* q_of(int64_t head, int64_t u) const { return q + number(head, u) * dim_pad * 32; }
@@ -151,121 +153,129 @@ static void close_unit(const Work& w, int64_t head, int64_t u) {
   });
 }
 
-// What one head's units make of a segment: each is scored, softened and weighed, three units at a
-// time, one in each stage.
-struct Pass {
-  Work& w;
-  const Segment& segment;
-  int64_t head, slot;
-  Stream& stream;
-  int64_t turned = 0;  // groups of values
-  int64_t begun = 0;   // units
+// Units of a task, segment by segment and head by head: each is scored, softened and weighed, three
+// units at a time, one in each stage. Values are laid where they are first softened, over those of
+// the head before, which is weighed just ahead.
+struct Pipeline {
+  Pipeline(Work& work, Stream& rows) : w(work), stream(rows) {}
 
-  bool sees(int64_t u) const {
+  Work& w;
+  Stream& stream;
+  Stage stages[3];
+  Stage *softened = nullptr, *weighed = nullptr;
+  int64_t begun = 0;                 // units
+  int64_t laid_item = -1, laid = 0;  // groups of values, of which segment and head
+
+  bool to_slots() const { return w.task->merge != nullptr && !w.task->folds; }
+  bool sees(const Segment& segment, int64_t u) const {
     const Unit& unit = w.unit[u];
     return segment.begin <= unit.position_max && segment.begin + segment.n > unit.first_min;
   }
-  bool is_first(int64_t u) const {
-    return segment.begin <= std::max(w.unit[u].first_min, w.task->key_begin);
-  }
-  bool to_slots() const { return w.task->merge != nullptr && !w.task->folds; }
-  int64_t step(bool values) const {
-    return ((head - w.task->head_begin) * 2 + values) * Stream::groups;
-  }
-  void turn_upto(int64_t end) {
-    for (; turned < end; ++turned) {
-      stream.upto(step(true) + turned);
-      turn_values(w, head, segment, turned);
-    }
-  }
-  void open(int64_t u, Stage& stage) {
+  void open(const Segment& segment, int64_t head, int64_t u, Stage& stage) {
     const Unit& unit = w.unit[u];
     const int64_t odd = begun++ & 1;
+    stage.segment = &segment;
+    stage.head = head;
     stage.u = u;
+    stage.item = segment.ordinal * w.heads() + head - w.task->head_begin;
     stage.begin = segment.begin;
     stage.n = std::min(segment.n, unit.position_max + 1 - segment.begin);
     stage.from = std::max<int64_t>(0, unit.first_min - segment.begin) / 32;
     stage.end = (stage.n + 31) / 32;
     stage.clear_from = unit.first_max - segment.begin;
     stage.clear_end = unit.position_min + 1 - segment.begin;
+    stage.is_first = segment.begin <= std::max(unit.first_min, w.task->key_begin);
+    stage.slot = w.task->slot + segment.ordinal;
     stage.scores = w.scores + odd * key_segment * 16;
     stage.p = w.p + odd * key_segment * 16;
-    const bool own = is_first(u) && !to_slots();
+    const bool own = stage.is_first && !to_slots();
     stage.state = own ? w.state_of(head, u) : w.parts + odd * w.state_len();
     for (V& top : stage.top) top = all(no_max);
   }
+  void lay_upto(const Stage& stage, int64_t end) {
+    if (laid_item != stage.item) laid = 0;
+    laid_item = stage.item;
+    for (; laid < end; ++laid) {
+      stream.upto(stage.item + 1, laid, true);
+      lay_values(w, stage.head, *stage.segment, laid);
+    }
+  }
   // Any of the three may be missing.
-  void beat(Stage* scored, Stage* softened, const Stage* weighed) {
+  void beat(Stage* scored) {
     if (softened != nullptr) open_softmax(w, *softened);
     if (weighed != nullptr) open_outputs();
-    const char* q = scored != nullptr ? w.q_of(head, scored->u) : nullptr;
-    for (int64_t g = 0; g * 32 < segment.n; ++g) {
-      const bool scores = scored != nullptr && scored->has(g);
-      const bool softens = softened != nullptr && softened->has(g);
-      const bool weighs = weighed != nullptr && weighed->has(g);
-      if (scores) stream.upto(step(false) + g);
-      if (softens) turn_upto(g + 1);
-      if (scores) score_group(w, q, g, scored->scores);
-      if (weighs) weigh_group(w, weighed->p, g, 0);
-      if (softens && w.room == 16) soften_wide(w, *softened, g);
-      if (softens && w.room == 4) soften_narrow(w, *softened, g);
-      if (scores) find_top(w, *scored, g);
+    const bool narrow = w.room == 4;
+    const char* q = scored != nullptr ? w.q_of(scored->head, scored->u) : nullptr;
+    for (int64_t g = 0; g < Stream::groups; ++g) {
+      if (scored != nullptr && scored->has(g)) {
+        stream.upto(scored->item, g, false);
+        narrow ? score_narrow(w, q, g, scored->scores) : score_wide(w, q, g, scored->scores);
+        find_top(w, *scored, g);
+      }
+      if (weighed != nullptr && weighed->has(g)) {
+        narrow ? weigh_narrow(w, weighed->p, g, 0) : weigh_wide(w, weighed->p, g, 0);
+      }
+      if (softened != nullptr && softened->has(g)) {
+        lay_upto(*softened, g + 1);
+        narrow ? soften_narrow(w, *softened, g) : soften_wide(w, *softened, g);
+      }
     }
     if (softened != nullptr) close_softmax(w, *softened);
     if (weighed != nullptr) settle(*weighed);
+    weighed = softened;
+    softened = scored;
   }
   void settle(const Stage& stage) {
-    store_outputs(w, 0, stage.state);
+    store_outputs(w, 0, stage.state + 32);
     for (int64_t d = 64; d < w.dim_pad; d += 64) {
       open_outputs();
-      for (int64_t g = stage.from; g < stage.end; ++g) weigh_group(w, stage.p, g, d);
-      store_outputs(w, d, stage.state);
+      for (int64_t g = stage.from; g < stage.end; ++g) {
+        w.room == 4 ? weigh_narrow(w, stage.p, g, d) : weigh_wide(w, stage.p, g, d);
+      }
+      store_outputs(w, d, stage.state + 32);
     }
     if (to_slots()) {
-      store_lanes(w, head, w.unit[stage.u], stage.state, true,
-                  [&](int64_t row, int64_t at) { return w.task->merge->at(slot, row, at); });
-    } else if (!is_first(stage.u)) {
-      fold_state(w.state_of(head, stage.u), stage.state, w.dim_pad);
+      store_lanes(w, stage.head, w.unit[stage.u], stage.state, true,
+                  [&](int64_t row, int64_t at) { return w.task->merge->at(stage.slot, row, at); });
+    } else if (!stage.is_first) {
+      fold_state(w.state_of(stage.head, stage.u), stage.state, w.dim_pad);
     }
   }
-  void run() {
+  void drain() {
+    while (softened != nullptr || weighed != nullptr) beat(nullptr);
+  }
+  void run(const Segment& segment, int64_t head) {
+    // Of larger heads what is beyond 64 dims is weighed last, when others' values may not be there.
+    if (w.dim_pad > 64) drain();
     lay_keys(w, head, segment, 0, !w.in_place);
-    Stage stages[3];
-    Stage *softened = nullptr, *weighed = nullptr;
-    int64_t i = 0;
     for (int64_t u = 0; u < w.units; ++u) {
-      if (!sees(u)) continue;
-      Stage& scored = stages[i++ % 3];
-      open(u, scored);
-      beat(&scored, softened, weighed);
-      weighed = softened;
-      softened = &scored;
+      if (!sees(segment, u)) continue;
+      Stage& stage = stages[begun % 3];
+      open(segment, head, u, stage);
+      beat(&stage);
     }
-    if (softened == nullptr) return;
-    beat(nullptr, softened, weighed);
-    beat(nullptr, nullptr, softened);
   }
   // Rows that have their own keys from somewhere in the segment on.
-  void run_by_row(Segment& own) {
+  void run_by_row(const Segment& segment, int64_t head) {
+    Segment own = segment;
     lay_keys(w, head, segment, 0, !w.in_place);
     const int64_t each = (w.group + 15) / 16;
     for (int64_t u = 0; u < w.units; ++u) {
-      if (!sees(u)) continue;
-      Stage stage;
-      open(u, stage);
+      if (!sees(segment, u)) continue;
+      Stage& stage = stages[0];
+      open(segment, head, u, stage);
       const KeyPlaces places = key_places(*w.call, w.task->row_begin + u / each);
       const int64_t shared = std::max<int64_t>(0, places.start - segment.begin) / 32;
       const int64_t end = std::min(shared, stage.end);
-      turn_upto(end);
+      lay_upto(stage, end);
       own.n = stage.n;
       find_rows(w, places, shared * 32, own);
       lay_keys(w, head, own, shared, true);
-      for (int64_t g = shared; g < stage.end; ++g) turn_values(w, head, own, g);
-      turned = Stream::groups;  // these; of the shared ones the next row's still hold
-      beat(&stage, nullptr, nullptr);
-      beat(nullptr, &stage, nullptr);
-      beat(nullptr, nullptr, &stage);
-      turned = end;
+      for (int64_t g = shared; g < stage.end; ++g) lay_values(w, head, own, g);
+      laid = Stream::groups;  // these; of the shared ones the next row's still hold
+      beat(&stage);
+      drain();
+      laid = end;
     }
   }
 };
@@ -273,48 +283,38 @@ struct Pass {
 static void run(Work& w) {
   const AttentionTask& task = *w.task;
   const KeyPlaces plain{nullptr, INT64_MAX};
-  Segment segments[2];
-  const auto open = [&](int64_t begin, Segment& segment) -> Segment* {
-    if (begin >= task.key_end) return nullptr;
+  // One that is scored, one whose values are laid, one whose rows are fetched.
+  Segment segments[3];
+  Stream stream{w, segments};
+  const auto open = [&] {
+    const int64_t begin = task.key_begin + stream.opened * key_segment;
+    if (begin >= task.key_end) return;
+    Segment& segment = segments[stream.opened % 3];
+    segment.ordinal = stream.opened++;
     segment.begin = begin;
     segment.n = std::min(key_segment, task.key_end - begin);
     // Of rows with their own keys what is before the tree, and any places after it.
     find_rows(w, plain, 0, segment);
-    return &segment;
   };
-  Segment* now = open(task.key_begin, segments[0]);
-  Segment* next = open(task.key_begin + key_segment, segments[1]);
-  Stream stream{w, now, next};
-  stream.upto(0);
+  open();
+  open();
+  stream.upto(0, 0, false);
   for (int64_t u = 0; u < w.units; ++u) {
     for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(w, head, u);
   }
-  for (int64_t slot = task.slot; now != nullptr; ++slot) {
+  Pipeline pipeline(w, stream);
+  for (int64_t i = 0; i < stream.opened; ++i) {
+    const Segment& segment = segments[i % 3];
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-      Pass pass{w, *now, head, slot, stream};
-      if (task.by_row) {
-        Segment own = *now;
-        pass.run_by_row(own);
-      } else {
-        pass.run();
-      }
+      task.by_row ? pipeline.run_by_row(segment, head) : pipeline.run(segment, head);
     }
-    Segment* after = next == nullptr ? nullptr : open(next->begin + key_segment, *now);
-    stream.turn(after);
-    now = next;
-    next = after;
+    open();
   }
+  pipeline.drain();
   if (task.merge != nullptr && !task.folds) return;
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
     for (int64_t u = 0; u < w.units; ++u) close_unit(w, head, u);
   }
-}
-
-// Every tile has sixteen rows; those of lanes, all but the last, may be four lanes wide.
-static void configure(const Work& w) {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) config.set(i, 16, i < 7 ? w.room * 4 : 64);
-  tile_configure(config);
 }
 
 static void allot(Work& w) {
@@ -325,11 +325,14 @@ static void allot(Work& w) {
   w.q = rows;
   w.states = reinterpret_cast<float*>(rows + q_bytes);
   w.parts = w.states + all_units * w.state_len();
-  if (w.room == 4) std::memset(w.states, 0, static_cast<size_t>((all_units + 2) * state_bytes));
   const int64_t value_bytes = key_segment * w.dim_pad * 2;
   char* keys = static_cast<char*>(thread_scratch(scratch_keys, value_bytes + key_segment * 4));
-  char* values = static_cast<char*>(thread_scratch(scratch_values, value_bytes + key_segment * 4));
+  const int64_t held_bytes = 32 * w.dim_pad * 2;
+  char* values = static_cast<char*>(
+      thread_scratch(scratch_values, value_bytes + held_bytes + key_segment * 4));
   w.k = reinterpret_cast<uint16_t*>(keys);
+  w.held = reinterpret_cast<uint16_t*>(values);
+  values += held_bytes;
   w.v = reinterpret_cast<uint16_t*>(values);
   const bool scaled = w.call->type == Type::i8;
   w.k_scale = scaled ? reinterpret_cast<float*>(keys + value_bytes) : nullptr;
