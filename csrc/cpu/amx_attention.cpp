@@ -1,6 +1,7 @@
 // Attention on AMX tiles, for bfloat16 and int8 pages. Scores are taken as K Q^T: K rows lie in the
 // pages as the unit wants its left operand, and a softmax over keys then runs down lanes, without a
-// shuffle. Outputs are taken as V^T P^T: a segment's values are turned once, and serve all lanes.
+// shuffle. Outputs are taken as V^T P^T: a segment's values are turned once, and serve all lanes. For
+// few lanes it is P V, which is the same products and sums.
 // A lane is a (query row, head of the group) pair, sixteen to a tile.
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,6 +23,9 @@ namespace {
 
 #include "attention_fold.inc"
 
+// From so many units of a head on, a segment's values are turned once instead of each one's weights.
+constexpr int64_t units_turned = 4;
+
 // Sixteen lanes of each KV head: of consecutive rows, or of one where each has its own keys.
 struct alignas(64) Unit {
   float position[16], first[16];  // keys from first to position are seen
@@ -36,6 +40,7 @@ struct Work {
   int64_t dim, dim_pad, group, head_bytes;
   int64_t units;  // of one KV head
   int64_t room;   // lanes that a unit has room for in the products: 16, or 4
+  bool woven;     // values are only woven, and it is the weights that are turned
   float factor;   // scale * log2(e)
   const int32_t* pages;
   bool in_place;  // sixteen keys of a segment always lie in one page, unpadded
@@ -196,7 +201,6 @@ struct Pipeline {
     if (laid_item != stage.item) laid = 0;
     laid_item = stage.item;
     for (; laid < end; ++laid) {
-      stream.upto(stage.item + 1, laid, true);
       lay_values(w, stage.head, *stage.segment, laid);
     }
   }
@@ -204,20 +208,20 @@ struct Pipeline {
   void beat(Stage* scored) {
     if (softened != nullptr) open_softmax(w, *softened);
     if (weighed != nullptr) open_outputs();
-    const bool narrow = w.room == 4;
     const char* q = scored != nullptr ? w.q_of(scored->head, scored->u) : nullptr;
     for (int64_t g = 0; g < Stream::groups; ++g) {
       if (scored != nullptr && scored->has(g)) {
-        stream.upto(scored->item, g, false);
-        narrow ? score_narrow(w, q, g, scored->scores) : score_wide(w, q, g, scored->scores);
+        stream.upto(scored->item, 2 * g);
+        w.woven ? score_woven(w, q, g, scored->scores) : score_turned(w, q, g, scored->scores);
         find_top(w, *scored, g);
+        stream.upto(scored->item, 2 * g + 1);
       }
       if (weighed != nullptr && weighed->has(g)) {
-        narrow ? weigh_narrow(w, weighed->p, g, 0) : weigh_wide(w, weighed->p, g, 0);
+        w.woven ? weigh_woven(w, weighed->p, g, 0) : weigh_turned(w, weighed->p, g, 0);
       }
       if (softened != nullptr && softened->has(g)) {
         lay_upto(*softened, g + 1);
-        narrow ? soften_narrow(w, *softened, g) : soften_wide(w, *softened, g);
+        w.room == 4 ? soften_narrow(w, *softened, g) : soften_wide(w, *softened, g);
       }
     }
     if (softened != nullptr) close_softmax(w, *softened);
@@ -230,7 +234,7 @@ struct Pipeline {
     for (int64_t d = 64; d < w.dim_pad; d += 64) {
       open_outputs();
       for (int64_t g = stage.from; g < stage.end; ++g) {
-        w.room == 4 ? weigh_narrow(w, stage.p, g, d) : weigh_wide(w, stage.p, g, d);
+        w.woven ? weigh_woven(w, stage.p, g, d) : weigh_turned(w, stage.p, g, d);
       }
       store_outputs(w, d, stage.state + 32);
     }
@@ -298,7 +302,7 @@ static void run(Work& w) {
   };
   open();
   open();
-  stream.upto(0, 0, false);
+  stream.upto(0, 0);
   for (int64_t u = 0; u < w.units; ++u) {
     for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(w, head, u);
   }
@@ -361,6 +365,7 @@ void amx_attention(const AttentionTask& task) {
   const int64_t rows = task.row_end - task.row_begin;
   w.units = task.by_row ? rows * ceil_div(w.group, 16) : ceil_div(rows * w.group, 16);
   w.room = w.group <= 4 && (task.by_row || rows * w.group <= 4) ? 4 : 16;
+  w.woven = w.room == 4 || w.units < units_turned;
   w.factor = call.scale * log2_e;
   w.pages = call.page_table + task.sequence * call.pages_max;
   w.in_place = call.type == Type::bf16 && call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;
