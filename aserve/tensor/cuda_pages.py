@@ -51,7 +51,7 @@ def tokens_of(pool: Tensor, slots_T: Tensor, rows: Tensor) -> ctypes.Structure:
 
 def copy_of(x_PSHD: Tensor, y_PSHD: Tensor, copy: KvCopy) -> ctypes.Structure:
     heads = x_PSHD.shape[2] if copy.heads is None else copy.heads
-    _check_copy(x_PSHD, y_PSHD, copy, heads)
+    copy.check(x_PSHD, y_PSHD, heads)
     size = x_PSHD.element_size()
     return abi.Copy(
         x_PSHD.data_ptr(), y_PSHD.data_ptr(),
@@ -73,18 +73,3 @@ def page_stride(pool: Tensor) -> int:
     if pages > 1 and stride[0] < page_len:
         raise ValueError(f"pages {tuple(pool.shape)} with strides {stride}: they overlap")
     return max(stride[0], page_len)
-
-
-def _check_copy(x_PSHD: Tensor, y_PSHD: Tensor, copy: KvCopy, heads: int) -> None:
-    if x_PSHD.dtype != y_PSHD.dtype or x_PSHD.shape[3] != y_PSHD.shape[3]:
-        raise ValueError("pages differ in dtype or head_dim")
-    if not 0 <= copy.begin <= copy.end:
-        raise ValueError(f"tokens [{copy.begin}, {copy.end}) are no range")
-    for name, pool, first, table in (
-        ("source", x_PSHD, copy.head_from, copy.pages_from),
-        ("destination", y_PSHD, copy.head_to, copy.pages_to),
-    ):
-        if heads < 1 or first < 0 or first + heads > pool.shape[2]:
-            raise ValueError(f"heads are outside the {name}")
-        if copy.begin < copy.end and copy.end > len(table) * pool.shape[1]:
-            raise ValueError(f"tokens are outside the {name}'s pages")

@@ -127,6 +127,21 @@ class KvCopy:
     head_to: int = 0
     heads: int | None = None  # None: as many as the source has
 
+    def check(self, source_PSHD: Tensor, to_PSHD: Tensor, heads: int) -> None:
+        """Raises ValueError where these pools and page tables do not hold what is copied."""
+        if source_PSHD.dtype != to_PSHD.dtype or source_PSHD.shape[3] != to_PSHD.shape[3]:
+            raise ValueError("pages differ in dtype or head_dim")
+        if not 0 <= self.begin <= self.end:
+            raise ValueError(f"tokens [{self.begin}, {self.end}) are no range")
+        for name, pool, first, table in (
+            ("source", source_PSHD, self.head_from, self.pages_from),
+            ("destination", to_PSHD, self.head_to, self.pages_to),
+        ):
+            if heads < 1 or first < 0 or first + heads > pool.shape[2]:
+                raise ValueError(f"heads are outside the {name}")
+            if self.begin < self.end and self.end > len(table) * pool.shape[1]:
+                raise ValueError(f"tokens are outside the {name}'s pages")
+
 
 CpKind = Literal["interleave", "zigzag"]
 

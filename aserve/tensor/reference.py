@@ -159,7 +159,7 @@ class ReferenceOps:
         heads = source.k_PSHD.shape[2] if copy.heads is None else copy.heads
         place = torch.arange(copy.begin, copy.end)
         for x, y in ((source.k_PSHD, to.k_PSHD), (source.v_PSHD, to.v_PSHD)):
-            _check_copy(x, y, copy, heads)
+            copy.check(x, y, heads)
             rows = x[_pages_of(x, copy.pages_from, place)]
             part = rows[:, copy.head_from : copy.head_from + heads]
             page_T, offset_T = _pages_of(y, copy.pages_to, place)
@@ -305,21 +305,6 @@ def _pages_of(pool: Tensor, table_P: Tensor, place_T: Tensor) -> tuple[Tensor, T
     if page_T.numel() and not 0 <= int(page_T.min()) <= int(page_T.max()) < len(pool):
         raise ValueError(f"a page is outside [0, {len(pool)})")
     return page_T, place_T % page_size
-
-
-def _check_copy(x_PSHD: Tensor, y_PSHD: Tensor, copy: KvCopy, heads: int) -> None:
-    if x_PSHD.dtype != y_PSHD.dtype or x_PSHD.shape[3] != y_PSHD.shape[3]:
-        raise ValueError("pages differ in dtype or head_dim")
-    if not 0 <= copy.begin <= copy.end:
-        raise ValueError(f"tokens [{copy.begin}, {copy.end}) are no range")
-    for name, pool, first, table in (
-        ("source", x_PSHD, copy.head_from, copy.pages_from),
-        ("destination", y_PSHD, copy.head_to, copy.pages_to),
-    ):
-        if heads < 1 or first < 0 or first + heads > pool.shape[2]:
-            raise ValueError(f"heads are outside the {name}")
-        if copy.begin < copy.end and copy.end > len(table) * pool.shape[1]:
-            raise ValueError(f"tokens are outside the {name}'s pages")
 
 
 def _check_group(kind: str, cp: int, lengths: Sequence[int]) -> None:
