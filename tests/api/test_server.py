@@ -25,6 +25,7 @@ from aserve.api.service import Service
 from aserve.core.config import Config
 from aserve.errors import ConfigError
 from tests.api.serving import LIMIT_S, Running, config_of, events_of, post, running
+from tests.braking import braked
 
 COMPLETE = "/v1/completions"
 SERVE = """
@@ -67,6 +68,7 @@ def test_full_queue_is_a_429_with_retry_after(tiny_model_path: pathlib.Path) -> 
         running(config) as server,
         server.client() as client,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as official,
+        braked(4),  # the first is never over before the queue was found full
     ):
         long = {"prompt": "x", "max_tokens": 480, "n": 2, "ignore_eos": True, "stream": True}
         with client.stream("POST", COMPLETE, json=long) as first, server.connect() as second:

@@ -7,6 +7,7 @@ import trio
 
 from aserve.actors.completion import Completion, collect
 from aserve.actors.engine import Engine
+from aserve.actors.prompt import Prompt
 from aserve.core.request import SamplingParams, StructuredOutput
 
 TEXT = "Once upon a time the dog said that it would not mind, and the fox jumped over it. " * 4
@@ -34,16 +35,27 @@ async def finish(engine: Engine, prompt: str, params: SamplingParams) -> Complet
     return await collect(generation, generation.prompt_token_ids, params)
 
 
-async def finish_all(engine: Engine) -> list[Completion]:
+async def finish_each(
+    engine: Engine, asked: Sequence[tuple[Prompt, SamplingParams]]
+) -> list[Completion]:
+    """All at once and in this order, before a step is planned: so it is the planner alone, and no
+    clock, that says who computes beside whom and who must go.
+    """
+    generations = [engine.generate(prompt, params) for prompt, params in asked]
     found: dict[int, Completion] = {}
 
     async def one(place: int) -> None:
-        found[place] = await finish(engine, *REQUESTS[place])
+        generation = generations[place]
+        found[place] = await collect(generation, generation.prompt_token_ids, asked[place][1])
 
     async with trio.open_nursery() as nursery:
-        for place in range(len(REQUESTS)):
+        for place in range(len(asked)):
             nursery.start_soon(one, place)
-    return [found[place] for place in range(len(REQUESTS))]
+    return [found[place] for place in range(len(asked))]
+
+
+async def finish_all(engine: Engine) -> list[Completion]:
+    return await finish_each(engine, REQUESTS)
 
 
 def check_same(found: Sequence[Completion], alone: Sequence[Completion]) -> None:

@@ -14,6 +14,7 @@ from aserve.core.request import SamplingParams
 from aserve.errors import RequestError
 from aserve.testing.legible import oracle
 
+from .answers import finish_each
 from .conftest import OpenEngine
 
 PROMPT = tuple(range(20, 60))
@@ -55,19 +56,12 @@ async def test_a_hundred_at_once_under_a_tiny_pool_say_what_each_says_alone(
     open_legible: OpenEngine,
 ) -> None:
     async with open_legible(pages=48, step_tokens=32, running_max=16, threaded=True) as engine:
-        found: dict[int, list[int]] = {}
-
-        async def one(number: int) -> None:
-            prompt = (*PROMPT[: number % 30 + 1], number)
-            done = await finish(engine, prompt, params(seed=number))
-            found[number] = list(done.token_ids)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(100):
-                nursery.start_soon(one, number)
-        for number in range(100):
-            prompt = (*PROMPT[: number % 30 + 1], number)
-            assert found[number] == said(engine, prompt, params(seed=number))
+        asked = [
+            ((*PROMPT[: number % 30 + 1], number), params(seed=number)) for number in range(100)
+        ]
+        done = await finish_each(engine, asked)
+        for (prompt, chosen), one in zip(asked, done, strict=True):
+            assert list(one.token_ids) == said(engine, prompt, chosen)
         assert engine.statistics().planner.retractions > 0
         assert pages_held(engine) == 0
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import trio
 
 from aserve.actors.completion import collect
 from aserve.actors.engine import Engine, open_engine
+from aserve.core.admission import RATIO_ONE, RATIO_START
 from aserve.core.request import SamplingParams
 from aserve.models.weights.gguf import GgufSource
 from aserve.text.gguf_file import open_gguf
 from aserve.text.tokenizer import load_tokenizer
+
+from .answers import finish_each
 
 pytestmark = pytest.mark.slow
 
@@ -80,15 +82,8 @@ async def finish(engine: Engine, prompt: str) -> list[int]:
 
 
 async def finish_all(engine: Engine) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-
-    async def one(place: int) -> None:
-        found[place] = await finish(engine, PROMPTS[place])
-
-    async with trio.open_nursery() as nursery:
-        for place in range(len(PROMPTS)):
-            nursery.start_soon(one, place)
-    return [found[place] for place in range(len(PROMPTS))]
+    done = await finish_each(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    return [list(one.token_ids) for one in done]
 
 
 async def test_alone_and_again_on_cache_hits(
@@ -108,11 +103,19 @@ async def test_in_chunks_and_in_a_mixed_batch(
 
 
 async def test_after_retraction(smollm2_path: pathlib.Path, expected: list[list[int]]) -> None:
-    # Which pool is small enough to run out, yet large enough to be overcommitted, is policy.
-    for tokens in (96, 112, 120, 140, 160):
-        pages = {"cache__page_size": 1, "cache__kv_tokens": tokens}
-        async with opened(smollm2_path, **pages) as engine:
-            assert await finish_all(engine) == expected
-            if engine.statistics().planner.retractions:
-                return
-    pytest.fail("no pool size led to a retraction")
+    """All come in at once, since the pool holds what they are expected to need; and as they decode
+    side by side to the same length it must run out, since it does not hold what they do need.
+    """
+    long = [at for at, text in enumerate(expected) if len(text) == N_TOKENS]
+    tokenizer = load_tokenizer(smollm2_path)
+    known = [tokenizer.encode(PROMPTS[at]) for at in long]
+    assert len({tokens[0] for tokens in known}) == len(long) > 1  # they share no page
+    kv_len = sum(map(len, known))
+    future_len = -(-N_TOKENS * RATIO_START // RATIO_ONE)
+    pages = kv_len + len(long) * (future_len - 1)
+    assert pages < kv_len + len(long) * (N_TOKENS - 1)
+    settings = {"cache__page_size": 1, "cache__kv_tokens": pages}
+    async with opened(smollm2_path, **settings) as engine:
+        done = await finish_each(engine, [(PROMPTS[at], GREEDY) for at in long])
+        assert [list(one.token_ids) for one in done] == [expected[at] for at in long]
+        assert engine.statistics().planner.retractions > 0
