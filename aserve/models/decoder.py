@@ -62,17 +62,21 @@ def row_blocks(k: int) -> int:
 class Attention:
     """Grouped-query attention over paged KV, with optional biases and q/k norms (Qwen3)."""
 
-    def __init__(self, spec: ModelSpec, layer: int, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, weights: Weights, ops: Ops, width: int | None = None
+    ) -> None:
+        """`width` is that of the rows it takes, where it is not the hidden size."""
         at = f"model.layers.{layer}.self_attn"
         dim, hidden = spec.head_dim, spec.hidden
+        wide = width or hidden
         # Contiguous shares keep a query head with the KV head it reads, copied or not.
         groups = Split(0, ATTENTION, units=spec.kv_heads, replicas=True)
         heads = dataclasses.replace(groups, units=spec.heads, replicas=False)
         q_len, kv_len = spec.heads * dim, spec.kv_heads * dim
         self.qkv = weights.linear(
-            Matrix(f"{at}.q_proj", q_len, hidden, heads, spec.qkv_bias),
-            Matrix(f"{at}.k_proj", kv_len, hidden, groups, spec.qkv_bias),
-            Matrix(f"{at}.v_proj", kv_len, hidden, groups, spec.qkv_bias),
+            Matrix(f"{at}.q_proj", q_len, wide, heads, spec.qkv_bias),
+            Matrix(f"{at}.k_proj", kv_len, wide, groups, spec.qkv_bias),
+            Matrix(f"{at}.v_proj", kv_len, wide, groups, spec.qkv_bias),
         )
         columns = dataclasses.replace(heads, dim=1)
         self.out = weights.row_parallel(

@@ -26,7 +26,15 @@ from aserve.models.weights.source import Source, auto_dtype
 from aserve.tensor.ops import Ops
 from aserve.text.gguf_file import open_gguf
 
-__all__ = ["ARCHITECTURES", "Model", "check_layout", "load_model", "load_spec"]
+__all__ = [
+    "ARCHITECTURES",
+    "Model",
+    "check_layout",
+    "load_model",
+    "load_spec",
+    "open_checkpoint",
+    "spec_of",
+]
 
 CONVERSIONS = get_args(Conversion)
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "float32": torch.float32}
@@ -65,8 +73,8 @@ ARCHITECTURES = {
 
 def load_spec(path: str | os.PathLike[str]) -> ModelSpec:
     """What a folder (config.json, safetensors) or a .gguf file holds. Raises ModelError."""
-    with _open(pathlib.Path(path)) as (config, source):
-        return _spec(config, source, auto_dtype(source))
+    with open_checkpoint(pathlib.Path(path)) as (config, source):
+        return spec_of(config, source, auto_dtype(source))
 
 
 def load_model(
@@ -85,8 +93,8 @@ def load_model(
     """
     dtype, weights = _types(types)
     grid = Grid(layout)
-    with _open(pathlib.Path(path)) as (config, source):
-        spec = _spec(config, source, dtype or auto_dtype(source))
+    with open_checkpoint(pathlib.Path(path)) as (config, source):
+        spec = spec_of(config, source, dtype or auto_dtype(source))
         if findings := check_layout(spec, layout):
             raise ConfigError(findings)
         mlp_of = ARCHITECTURES[spec.arch].mlp_of
@@ -123,7 +131,7 @@ def _give_back() -> None:
 
 
 @contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Source]]:
+def open_checkpoint(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Source]]:
     """(fields of a config.json, tensors) of a checkpoint in either format."""
     if path.is_file():
         source = GgufSource(open_gguf(path))
@@ -140,7 +148,7 @@ def _open(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Source]]:
         yield config, tensors
 
 
-def _spec(config: dict[str, Any], source: Source, dtype: torch.dtype) -> ModelSpec:
+def spec_of(config: dict[str, Any], source: Source, dtype: torch.dtype) -> ModelSpec:
     named = config.get("architectures")
     named = named if isinstance(named, list) else []
     arch = next((name for name in named if name in ARCHITECTURES), None)

@@ -15,7 +15,8 @@ from aserve.models.weights.source import Entry, Index
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+# Of the last two are the maps of a reduced vocabulary.
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "BOOL": 1}
 LISTED_MAX = 8
 
 

@@ -1,0 +1,99 @@
+"""EAGLE-1 and EAGLE-2 heads: the target's next feature from its last one and the token after it.
+
+h' = layers(fc([embed(token t + 1); f_t])), logits of token t + 2 = the target's own head of h' (Li
+et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"). The two
+versions have the same head; they differ in the tree.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aserve.core.config import Layout
+from aserve.core.layout import Grid
+from aserve.models.decoder import Attention, Layer, Rotary, Step
+from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
+from aserve.models.regions import Region, kv_region
+from aserve.models.split import WHOLE
+from aserve.models.weights.loader import Matrix, Weights
+from aserve.tensor.ops import Attend, KvLayer, Ops
+from aserve.tensor.tokens import Seat, Tokens
+
+
+class FirstLayer:
+    """A decoder layer whose attention takes its rows as they are: fc stands for its first norm."""
+
+    def __init__(self, spec: HeadSpec, weights: Weights, ops: Ops) -> None:
+        layers = spec.layers
+        self.attention = Attention(layers, 0, weights, ops)
+        name = "model.layers.0.post_attention_layernorm.weight"
+        self.norm_mlp = weights.vector(name, layers.hidden)
+        self.mlp = mlp_of(layers, 0, weights, ops)
+        self.eps, self.ops = layers.eps, ops
+
+    def __call__(self, x_TH: Tensor, kv: KvLayer, step: Step) -> tuple[Tensor, Tensor]:
+        """(x, what is still to be added to it)."""
+        added_TH = self.attention(x_TH, kv, step)
+        x_TH, normed_TH = self.ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
+        return x_TH, self.mlp(normed_TH, step.tokens)
+
+
+class EagleHead:
+    nbytes = 0  # set by the loader
+
+    def __init__(self, spec: HeadSpec, weights: Weights, ops: Ops, shared: Shared | None) -> None:
+        """`shared` None: only the names of its parameters are wanted."""
+        layers, hidden = spec.layers, spec.layers.hidden
+        self.spec, self.ops = spec, ops
+        if spec.has_table:
+            self.table = weights.table(EMBEDDING, layers.vocab, hidden, WHOLE)
+        elif shared is not None:
+            self.table = shared.table
+        if shared is not None:
+            self.head = shared.head
+        named = Renamed(weights, "model.layers.0.", spec.prefix)
+        rest = Renamed(weights, "model.layers.", "layers.")
+        self.fc = weights.linear(Matrix("fc", hidden, 2 * hidden, bias=spec.fc_bias))
+        self.first = FirstLayer(spec, named, ops)
+        self.rest = [Layer(layers, n, rest, ops, mlp_of) for n in range(1, layers.layers)]
+        self.rotary = Rotary(layers, None)
+        self.seat = Seat(Grid(Layout()), 0, None, ops)
+
+    def regions(self) -> tuple[Region, ...]:
+        return (draft_region(self.spec),)
+
+    def start(self, features_TF: Tensor) -> Tensor:
+        return features_TF
+
+    def forward(
+        self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend
+    ) -> Tensor:
+        embedded_TH = self.ops.embed(self.table, ids_T)
+        x_TH = self.ops.linear(torch.cat((embedded_TH, hidden_TH), dim=1), self.fc)
+        step = step_of(self.seat, self.rotary, attend, len(ids_T))
+        x_TH, added_TH = self.first(x_TH, kv[0], step)
+        for layer, pages in zip(self.rest, kv[1:], strict=True):
+            x_TH, added_TH = layer(x_TH, added_TH, pages, step)
+        return self.ops.add(x_TH, added_TH)
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        return self.ops.linear(hidden_TH, self.head)
+
+    def token_ids(self, drafted: Tensor) -> Tensor:
+        return drafted.long()
+
+
+def draft_region(spec: HeadSpec) -> Region:
+    """KV of the head's layers, numbered from 0, whole on each rank that drafts."""
+    layers = spec.layers
+    region = kv_region(tuple(range(layers.layers)), layers.kv_heads, layers.head_dim, layers.dtype)
+    return dataclasses.replace(region, name="draft_kv", axes=())
+
+
+def step_of(seat: Seat, rotary: Rotary, attend: Attend, n_rows: int) -> Step:
+    kv_len_max = int(attend.kv_len_N.max()) if len(attend.kv_len_N) else 1
+    if attend.tree is not None and len(attend.positions_T):
+        kv_len_max = max(kv_len_max, int(attend.positions_T.max()) + 1)
+    return Step(Tokens(seat, [[n_rows]]), attend, rotary.upto(kv_len_max))

@@ -1,0 +1,95 @@
+"""From a folder in a public layout to a `DraftHead`, and what it shares with its target."""
+
+import os
+import pathlib
+from typing import Any
+
+import torch
+
+from aserve.errors import ModelError
+from aserve.models.decoder import Model
+from aserve.models.eagle import EagleHead
+from aserve.models.eagle3 import Eagle3Head
+from aserve.models.eagle_spec import DraftHead, HeadSpec, Shared, checked_map, read_spec
+from aserve.models.fetch import Progress
+from aserve.models.registry import open_checkpoint, spec_of
+from aserve.models.spec import read_json
+from aserve.models.split import WHOLE
+from aserve.models.weights.loader import HEAD, ONE_RANK, TABLE, Checklist, Matrix, Reader, Weights
+from aserve.models.weights.safetensors import SafetensorsSource, open_safetensors
+from aserve.models.weights.source import auto_dtype
+from aserve.tensor.ops import Ops
+
+THREADS = 2  # that read ahead
+KINDS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head}
+
+
+def load_head(
+    path: str | os.PathLike[str], shared: Shared, ops: Ops, progress: Progress | None = None
+) -> DraftHead:
+    """The head in a folder with config.json and safetensors, for the target of `shared`.
+
+    Raises ModelError: no head, weights as pickle, or in what the two do not fit, with both values.
+    """
+    folder = pathlib.Path(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json: it is no draft head")
+    config = read_json(folder / "config.json")
+    with open_safetensors(folder) as source:
+        spec = read_spec(config, source.entries, shared.spec, source.origin)
+        kind = KINDS[spec.method]
+        checklist = Checklist()
+        kind(spec, checklist, ops, None)
+        _check(checklist, spec, source)
+        reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, None)
+        with reader.reading_ahead(checklist, THREADS, progress):
+            head = kind(spec, reader, ops, shared)
+        head.nbytes = reader.nbytes
+        if spec.has_map:
+            whole = (slice(0, spec.draft_vocab),)
+            offsets = source.read("d2t", whole, torch.int64)
+            head.target_ids = checked_map(offsets, shared.spec.vocab, source.origin)
+    loaded: DraftHead = head
+    return loaded
+
+
+def _check(asked: Checklist, spec: HeadSpec, source: SafetensorsSource) -> None:
+    """All that the head asks for is there in its shape, and nothing else but the two maps."""
+    beside = Checklist()
+    beside.expected.update(asked.expected)
+    if spec.has_map:
+        beside.vector("d2t", spec.draft_vocab)
+    if "t2d" in source.entries:
+        beside.vector("t2d", spec.layers.vocab)
+    beside.check(source)
+
+
+def shared_with(model: Model) -> Shared:
+    """Of a target that holds all of its layers and its whole vocabulary here."""
+    spec = model.spec
+    assert model.is_first, "the embedding is on another stage: `read_shared`"
+    assert model.is_last, "the head is on another stage: `read_shared`"
+    assert len(model.vocab_held) == spec.vocab, "ranks share the vocabulary: `read_shared`"
+    return Shared(spec, model.head if spec.tied else model.table, model.head)
+
+
+def read_shared(path: str | os.PathLike[str], ops: Ops, dtype: torch.dtype | None = None) -> Shared:
+    """From the target's checkpoint, for a rank that holds only a part of it. In blocks if the
+    checkpoint is. Raises ModelError."""
+    with open_checkpoint(pathlib.Path(path)) as (config, source):
+        spec = spec_of(config, source, dtype or auto_dtype(source))
+        checklist = Checklist()
+        Tables(checklist, spec.tied, spec.vocab, spec.hidden)
+        reader = Reader(source, ops, spec.dtype, ONE_RANK, 0, "keep")
+        with reader.reading_ahead(checklist, THREADS, None):
+            tables = Tables(reader, spec.tied, spec.vocab, spec.hidden)
+    return Shared(spec, tables.table, tables.head)
+
+
+class Tables:
+    """A target's two ends."""
+
+    def __init__(self, weights: Weights, is_tied: bool, vocab: int, hidden: int) -> None:
+        name = (TABLE if is_tied else HEAD).removesuffix(".weight")
+        self.head = weights.linear(Matrix(name, vocab, hidden, coarsest="int8"))
+        self.table = self.head if is_tied else weights.table(TABLE, vocab, hidden, WHOLE)
