@@ -275,8 +275,10 @@ class Model:
         else:
             assert hidden_SH is not None
             x_TH = tokens.join(hidden_SH)
-        kv_len_max = int(attend.kv_len_N.max()) if len(attend.kv_len_N) else 1
-        step = Step(tokens, attend, self.rotary.upto(kv_len_max))
+        # As many positions as there are slots: to look for the greatest would give up the
+        # interpreter just before the layers are given their work.
+        positions = attend.page_table_NP.shape[1] * kv[0].k_PSHD.shape[1]
+        step = Step(tokens, attend, self.rotary.upto(positions))
         return self.through(x_TH, kv, step)
 
     def one_by_one(self, x_TH: Tensor, kv: Sequence[KvLayer], step: Step) -> Tensor:

@@ -33,6 +33,7 @@ class Drawing:
         self._seat = seat
         self._sampler = sampler
         self._draws = draws
+        self._group = seat.place.dp if seat.is_leader else -1  # whose tokens are drawn here
 
     def results(
         self,
@@ -48,16 +49,13 @@ class Drawing:
         head = partial(self._logits, tokens, hidden_TH)
         drawn = self._draw(views, last_rows, head)
         told = self._prompt_logprobs(views, last_rows, head)
-        if not self._seat.is_leader:
-            return ()
         return tuple(
-            _result(view, drawn.get(place), told.get(place, ()))
-            for place, view in enumerate(views)
-            if self._is_own(view)
+            [
+                _result(view, drawn.get(place), told.get(place, ()))
+                for place, view in enumerate(views)
+                if view.group == self._group
+            ]
         )
-
-    def _is_own(self, view: RowsView) -> bool:
-        return view.group == self._seat.place.dp
 
     def _draw(
         self, views: Sequence[RowsView], last_rows: Sequence[int], head: Head
@@ -66,27 +64,19 @@ class Drawing:
         places = [place for place, view in enumerate(views) if view.rows.sample]
         if not places:
             return {}
+        own = [place for place in places if views[place].group == self._group]
+        # All that Python does comes before the logits: the threads that make them are still awake
+        # when it is their turn to draw.
+        asked = [self._row(views[place]) for place in own]
+        rows = [row for row in asked if isinstance(row, SampleRow)]
         logits_RV = head([last_rows[place] for place in places])
-        if not self._seat.is_leader:
-            return {}
-        own = [place for place in places if self._is_own(views[place])]
         assert len(own) == len(logits_RV), (len(own), logits_RV.shape)
+        if len(rows) < len(own):
+            logits_RV = logits_RV[[isinstance(row, SampleRow) for row in asked]]
+        found = iter(self._sampler.sample(logits_RV, rows) if rows else ())
         drawn: dict[int, Drawn] = {}
-        rows: list[SampleRow] = []
-        at: list[int] = []
-        for number, place in enumerate(own):
-            row = self._row(views[place])
-            if isinstance(row, Drawn):
-                drawn[place] = row
-            else:
-                at.append(number)
-                rows.append(row)
-        if len(at) < len(own):
-            logits_RV = logits_RV[at]
-        if rows:
-            for number, one in zip(at, self._sampler.sample(logits_RV, rows), strict=True):
-                drawn[own[number]] = one
-        for place, one in drawn.items():
+        for place, row in zip(own, asked, strict=True):
+            one = drawn[place] = row if isinstance(row, Drawn) else next(found)
             view = views[place]
             self._draws.drew(view.rows.seq, view.kv_len, -1 if one.error else one.token)
         return drawn
@@ -118,9 +108,9 @@ class Drawing:
         for first in range(0, len(wanted), LOGITS_ROWS_MAX):
             round_ = wanted[first : first + LOGITS_ROWS_MAX]
             logits_RV = head([row for _, row, _ in round_])
-            if not self._seat.is_leader:
-                continue
-            own = [(place, target) for place, _, target in round_ if self._is_own(views[place])]
+            own = [
+                (place, target) for place, _, target in round_ if views[place].group == self._group
+            ]
             start = 0
             for place, rows in itertools.groupby(own, lambda one: one[0]):
                 targets = [target for _, target in rows]

@@ -1,6 +1,6 @@
 """The tensors of one step on one rank: a few numpy calls from the plan, however many rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,8 @@ class PageTables:
         table[: self._table.shape[0], : self._table.shape[1]] = self._table
         self._table = table
 
-    def gather(self, rows: Ints, pages_max: int) -> Ints:
-        return np.ascontiguousarray(self._table[rows, :pages_max])
+    def gather(self, rows_N: Ints, pages_max: int) -> Ints:
+        return self._table[:, :pages_max].take(rows_N, axis=0)
 
 
 def tokens_of(views: Sequence[RowsView], seat: Seat) -> Tokens:
@@ -80,49 +80,54 @@ class StepInputs:
     """What the model takes beside `tokens`: `ids_G` of all groups, `attend` of the rank's own.
 
     `views` are those of `tokens`. `last_rows[n]` is the last row of view n, by its number in the
-    plan. `drawn` are the tokens of rows that lag, by the places of their views.
+    plan. Views in `lagging` have one row each, whose token is filled in later.
     """
 
-    __slots__ = ("attend", "ids_G", "last_rows")
+    __slots__ = ("_lagging_rows", "attend", "ids_G", "lagging", "last_rows")
 
-    def __init__(
-        self,
-        views: Sequence[RowsView],
-        tables: PageTables,
-        tokens: Tokens,
-        drawn: Mapping[int, int] = {},
-    ) -> None:
-        dp = tokens.seat.place.dp
+    def __init__(self, views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> None:
+        seat, order_G = tokens.seat, tokens.order_G
         ids: list[int] = []
         self.last_rows: list[int] = []
+        self.lagging: list[RowsView] = []
+        lagging_rows: list[int] = []
         for view in views:
-            ids.extend(view.rows.tokens)
+            if view.rows.is_lagging:
+                self.lagging.append(view)
+                lagging_rows.append(len(ids))
+            ids += view.rows.tokens
             self.last_rows.append(len(ids) - 1)
-        for place, token in drawn.items():
-            ids[self.last_rows[place]] = token
-        self.ids_G = torch.tensor(ids, dtype=torch.int64)
-        if tokens.order_G is not None:
-            self.ids_G = self.ids_G[torch.from_numpy(tokens.order_G)]
-        self.attend = _attend([view for view in views if view.group == dp], tables, tokens)
+        ids_G = np.array(ids, dtype=np.int64)
+        self._lagging_rows = np.array(lagging_rows, dtype=np.int64)
+        if order_G is not None:
+            ids_G = ids_G[order_G]
+            self._lagging_rows = np.argsort(order_G)[self._lagging_rows]
+        self.ids_G = torch.from_numpy(ids_G)
+        if seat.grid.dp > 1:
+            views = [view for view in views if view.group == seat.place.dp]
+        self.attend = _attend(views, tables, tokens)
+
+    def fill_in(self, drawn: Sequence[int]) -> None:
+        """The tokens of `lagging`, in its order."""
+        self.ids_G.numpy()[self._lagging_rows] = drawn
 
 
 def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> Attend:
     """Queries are the rank's own rows, keys those of its whole group."""
-    rows_N = _ints([tables.update(view.rows.seq, view.state.pages) for view in views])
-    start_N = _ints([view.rows.start for view in views])
-    count_N = _ints([len(view.rows.tokens) for view in views])
-    kv_len_N = start_N + count_N
-    pages_max = -(-int(kv_len_N.max(initial=1)) // tables.page_size)
-    row_start_M: Ints = np.zeros(len(views) + 1, dtype=np.int32)
-    np.cumsum(count_N, out=row_start_M[1:])
-    page_table_NP = tables.gather(rows_N, pages_max)
-    n_rows = int(row_start_M[-1])
-    if n_rows == len(views):
-        places_T, owner_T = start_N, np.arange(len(views), dtype=np.int32)
-    else:
-        owner_T = np.repeat(np.arange(len(views), dtype=np.int32), count_N)
-        within_T = np.arange(n_rows, dtype=np.int32) - row_start_M[owner_T]
-        places_T = start_N[owner_T] + within_T
+    starts = [view.rows.start for view in views]
+    counts = [len(view.rows.tokens) for view in views]
+    kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    rows = [tables.update(view.rows.seq, view.state.pages) for view in views]
+    # Weights went through the caches since the last step: few calls, not cheap ones, are fast.
+    start_N, kv_len_N, rows_N = _ints([starts, kv_lens, rows])
+    page_table_NP = tables.gather(rows_N, -(-max(kv_lens, default=1) // tables.page_size))
+    row_start_M: Ints = np.arange(len(views) + 1, dtype=np.int32)
+    places_T, owner_T = start_N, row_start_M[:-1]
+    n_rows = sum(counts)
+    if n_rows != len(views):
+        owner_T = owner_T.repeat(counts)
+        np.cumsum(counts, out=row_start_M[1:])
+        places_T = (start_N - row_start_M[:-1])[owner_T] + np.arange(n_rows, dtype=np.int32)
     page_T, offset_T = np.divmod(places_T, np.int32(tables.page_size))
     slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
     paths = _paths(views)
@@ -160,6 +165,6 @@ def _is_tree(view: RowsView) -> bool:
     return bool(parents) and parents != tuple(range(-1, len(parents) - 1))
 
 
-def _ints(values: list[int]) -> Ints:
+def _ints(values: list[Any]) -> Ints:
     made: npt.NDArray[Any] = np.array(values, dtype=np.int32)
     return made

@@ -26,7 +26,8 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """One plan's rows, of all groups, beside the state they work on; `tokens` says where they are.
+    """One plan's rows, of all groups, beside the state they work on; `tokens` says where they are,
+    and `inputs` are there if there are rows.
 
     `moves` of KV come first, and what is kept of the sequences in `drops` goes. `inward` says what
     the stage before sends to this rank, and `digest` covers the log so far.
@@ -37,6 +38,7 @@ class Work:
     moves: tuple[KvMove, ...]
     drops: tuple[int, ...]
     tokens: Tokens
+    inputs: StepInputs | None
     inward: Mapping[str, tuple[Shape, torch.dtype]]
     digest: int
 
@@ -52,8 +54,9 @@ class Outward:
 
 
 class Runner:
-    """The rank that `model` was loaded for. `apply` is cheap; `forward` is for the compute thread,
-    and alone touches page tables and draws: plans are applied while earlier ones are computed.
+    """The rank that `model` was loaded for. `forward` is for the compute thread, and alone touches
+    draws; plans are applied while earlier ones are computed, so `apply` makes all inputs that do
+    not wait for what those draw.
 
     `layer` is the rank's end of the layer plane; a stage of one rank needs none.
     """
@@ -97,7 +100,10 @@ class Runner:
         if not self._model.is_first:
             n_rows = tokens.slice_counts[self._seat.place.attn_tp]
             inward["hidden"] = ((n_rows, self._model.spec.hidden), torch.float32)
-        return Work(step, views, moves, drops, tokens, inward, self._replica.digest)
+        for seq in drops:
+            self._tables.drop(seq)
+        inputs = StepInputs(views, self._tables, tokens) if views else None
+        return Work(step, views, moves, drops, tokens, inputs, inward, self._replica.digest)
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         """Run the rows through the stage and draw. An error of one sequence is its own.
@@ -109,15 +115,13 @@ class Runner:
         self._seat.layer.start(work.step)
         results: tuple[Result, ...] = ()
         bundle: Mapping[str, Tensor] = {}
-        with torch.inference_mode():
-            self._move(work.moves)
-            for seq in work.drops:
-                self._tables.drop(seq)
-                self._draws.drop(seq)
-            if work.views:
-                results, bundle = self._run(work, inward or {})
-            elif not self._model.is_last:
-                bundle = {"hidden": torch.empty(0, self._model.spec.hidden)}
+        self._move(work.moves)
+        for seq in work.drops:
+            self._draws.drop(seq)
+        if work.inputs is not None:
+            results, bundle = self._run(work, work.inputs, inward or {})
+        elif not self._model.is_last:
+            bundle = {"hidden": torch.empty(0, self._model.spec.hidden)}
         micros = round((time.perf_counter() - started) * 1e6)
         return Outward(results, bundle, work.digest, micros)
 
@@ -127,10 +131,11 @@ class Runner:
         )
 
     def _run(
-        self, work: Work, inward: Mapping[str, Tensor]
+        self, work: Work, inputs: StepInputs, inward: Mapping[str, Tensor]
     ) -> tuple[tuple[Result, ...], Mapping[str, Tensor]]:
         model, tokens = self._model, work.tokens
-        inputs = StepInputs(work.views, self._tables, tokens, self._drawn(work.views))
+        if inputs.lagging:
+            inputs.fill_in(self._drawn(inputs.lagging))
         hidden_TH = model.forward(
             inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden")
         )
@@ -138,23 +143,21 @@ class Runner:
             return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
         return (), {"hidden": tokens.slice(hidden_TH)}
 
-    def _drawn(self, views: Sequence[RowsView]) -> dict[int, int]:
-        """The tokens of all rows that lag, by place: told to the stage by the leaders who drew
-        them. Where a draw failed it is any token: nobody looks at what comes of it.
+    def _drawn(self, lagging: Sequence[RowsView]) -> list[int]:
+        """The tokens of these rows: told to the stage by the leaders who drew them. Where a draw
+        failed it is any token: nobody looks at what comes of it.
         """
-        places = [place for place, view in enumerate(views) if view.rows.is_lagging]
-        if not places:
-            return {}
-        seat = self._seat
+        seat, draws = self._seat, self._draws
+        own = [view for view in lagging if view.group == seat.place.dp]
+        drawn = [max(0, draws.last(view.rows.seq)) for view in own]
+        if seat.grid.tp == 1:
+            return drawn
         counts = [0] * seat.grid.tp
-        for place in places:
-            counts[seat.grid.leader(views[place].group)] += 1
-        own = [place for place in places if views[place].group == seat.place.dp]
-        drawn = [max(0, self._draws.last(views[place].rows.seq)) for place in own]
-        if seat.grid.tp > 1:
-            mine_N = torch.tensor(drawn if seat.is_leader else [], dtype=torch.int64)
-            drawn = seat.tp.all_gather(mine_N, counts).tolist()
-        return dict(zip(places, drawn, strict=True))
+        for view in lagging:
+            counts[seat.grid.leader(view.group)] += 1
+        mine_N = torch.tensor(drawn if seat.is_leader else [], dtype=torch.int64)
+        told: list[int] = seat.tp.all_gather(mine_N, counts).tolist()
+        return told
 
     def _move(self, moves: Sequence[KvMove]) -> None:
         """Within this group's pool, in every layer of the stage."""

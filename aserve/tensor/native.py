@@ -34,10 +34,10 @@ from aserve.tensor.ops import (
     WeightFormat,
 )
 from aserve.tensor.ops import Linear as LinearProtocol
+from aserve.tensor.outputs import Outputs
 from aserve.tensor.rope import RopeTable
 
 _F32, _BF16, _I32, _I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
-_empty = torch.empty
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class NativeOps:
 
     def __init__(self, threads: int, fused: bool = True) -> None:
         self.team = _native.Team(threads)
-        self.blocks = NativeBlocks(self.team) if fused else None
+        self.outputs = Outputs()
+        self.blocks = NativeBlocks(self.team, self.outputs) if fused else None
 
     @property
     def level(self) -> str:
@@ -102,14 +103,14 @@ class NativeOps:
     def linear(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, NativeLinear)
         m, k = matrix("x", x_TK)
-        out = _empty((m, weight.n))
+        out = self.outputs.empty((m, weight.n))
         _native.linear(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
 
     def linear_parts(self, x_TK: Tensor, weight: LinearProtocol) -> Tensor:
         assert isinstance(weight, NativeLinear)
         m, k = matrix("x", x_TK)
-        out = _empty((weight.row_blocks, m, weight.n))
+        out = self.outputs.empty((weight.row_blocks, m, weight.n))
         _native.linear_parts(self.team, weight.packed, x_TK.data_ptr(), m, k, out.data_ptr())
         return out
 
@@ -118,7 +119,7 @@ class NativeOps:
             ids_T = ids_T.to(_I64).contiguous()
         rows = ids_T.numel()
         if isinstance(table_VH, NativeLinear):
-            out = _empty((rows, table_VH.k))
+            out = self.outputs.empty((rows, table_VH.k))
             _native.embed_packed(self.team, table_VH.packed, ids_T.data_ptr(), rows, out.data_ptr())
             return out
         assert isinstance(table_VH, Tensor)
@@ -126,7 +127,7 @@ class NativeOps:
         if table_VH.dim() != 2 or not table_VH.is_contiguous():
             raise ValueError("an embedding table is a contiguous [vocab, hidden]")
         vocab, dim = table_VH.shape
-        out = _empty((rows, dim))
+        out = self.outputs.empty((rows, dim))
         _native.embed(
             dtype is _BF16, table_VH.data_ptr(), vocab, dim, ids_T.data_ptr(), rows, out.data_ptr()
         )
@@ -141,7 +142,7 @@ class NativeOps:
             rows, heads, dim = x_TH.shape
             stride = row_stride("x", x_TH)
         weight = norm_weight(weight_H, dim)
-        out = _empty(x_TH.shape)
+        out = self.outputs.empty(x_TH.shape)
         _native.rms_norm(
             self.team, x_TH.data_ptr(), stride, weight, out.data_ptr(), rows, heads, dim, eps
         )
@@ -149,7 +150,7 @@ class NativeOps:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         require_same("x", x, "y", y)
-        out = _empty(x.shape)
+        out = self.outputs.empty(x.shape)
         _native.add(self.team, x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
         return out
 
@@ -159,7 +160,7 @@ class NativeOps:
         require_same("residual", residual_TH, "x", x_TH)
         rows, dim = matrix("x", x_TH)
         weight = norm_weight(weight_H, dim)
-        total, normed = _empty((rows, dim)), _empty((rows, dim))
+        total, normed = self.outputs.empty((rows, dim)), self.outputs.empty((rows, dim))
         _native.add_rms_norm(
             self.team,
             residual_TH.data_ptr(),
@@ -202,7 +203,7 @@ class NativeOps:
         rows, both = matrix("gate_up", gate_up_TF2)
         if both % 2:
             raise ValueError(f"gate_up has {both} columns, an odd number")
-        out = _empty((rows, both // 2))
+        out = self.outputs.empty((rows, both // 2))
         _native.silu_mul(self.team, gate_up_TF2.data_ptr(), out.data_ptr(), rows, both // 2)
         return out
 
@@ -225,7 +226,7 @@ class NativeOps:
         out = []
         for pool in (kv.k_PSHD, kv.v_PSHD):
             shape = pages(pool)
-            gathered = _empty((rows, shape[2], shape[3]), dtype=pool.dtype)
+            gathered = self.outputs.empty((rows, shape[2], shape[3]), pool.dtype)
             to = gathered.data_ptr()
             _native.kv_gather(self.team, kv_type(pool), pool.data_ptr(), shape, slots, rows, to)
             out.append(gathered)
@@ -276,7 +277,7 @@ class NativeOps:
         sequences, pages_max = table.shape
         if table.dtype is not _I32 or not table.is_contiguous():
             raise ValueError("a page table is int32 and contiguous")
-        out = _empty((rows, heads, dim))
+        out = self.outputs.empty((rows, heads, dim))
         _native.attention(
             self.team,
             (q_THD.data_ptr(), row_stride("q", q_THD), heads),
@@ -299,13 +300,13 @@ class NativeOps:
     def cp_counts(self, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
         lengths = tuple(lengths)
         is_zigzag = _is_zigzag(kind, cp)
-        out = _empty((cp, len(lengths)), dtype=_I32)
+        out = self.outputs.empty((cp, len(lengths)), _I32)
         _native.cp_counts(is_zigzag, cp, lengths, out.data_ptr())
         return out
 
     def cp_index(self, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]) -> Tensor:
         share = _is_zigzag(kind, cp), cp, rank, tuple(lengths)
-        out = _empty((_native.cp_rows(*share),), dtype=_I32)
+        out = self.outputs.empty((_native.cp_rows(*share),), _I32)
         _native.cp_index(*share, out.data_ptr())
         return out
 
@@ -313,13 +314,13 @@ class NativeOps:
         self, x: Tensor, kind: CpKind, cp: int, rank: int, lengths: Sequence[int]
     ) -> Tensor:
         share = _is_zigzag(kind, cp), cp, rank, tuple(lengths)
-        out = _empty((_native.cp_rows(*share), *x.shape[1:]), dtype=x.dtype)
+        out = self.outputs.empty((_native.cp_rows(*share), *x.shape[1:]), x.dtype)
         _native.cp_split(self.team, row_bytes(x), share, out.data_ptr())
         return out
 
     def cp_join(self, x: Tensor, kind: CpKind, cp: int, lengths: Sequence[int]) -> Tensor:
         share = _is_zigzag(kind, cp), cp, tuple(lengths)
-        out = _empty(x.shape, dtype=x.dtype)
+        out = self.outputs.empty(x.shape, x.dtype)
         _native.cp_join(self.team, row_bytes(x), share, out.data_ptr())
         return out
 

@@ -21,10 +21,10 @@ from aserve.tensor.addresses import (
 )
 from aserve.tensor.blocks import AttentionBlock, AttentionPart, BlockStep, MlpBlock, MlpPart
 from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.outputs import Outputs
 from aserve.tensor.rope import RopeTable
 
 _F32, _I32 = torch.float32, torch.int32
-_empty = torch.empty
 
 Pool = tuple[object, ...]
 
@@ -40,8 +40,8 @@ class NativeStep:
 
 
 class NativeBlocks:
-    def __init__(self, team: _native.Team) -> None:
-        self.team, self.space = team, _native.Workspace()
+    def __init__(self, team: _native.Team, outputs: Outputs) -> None:
+        self.team, self.space, self.outputs = team, _native.Workspace(), outputs
 
     def step(self, attend: Attend, rope: RopeTable) -> NativeStep:
         n_rows, sequences = len(attend.positions_T), len(attend.kv_len_N)
@@ -82,7 +82,7 @@ class NativeBlocks:
 
 class NativeAttention:
     def __init__(self, blocks: NativeBlocks, part: AttentionPart) -> None:
-        self.blocks, self.part = blocks, part
+        self.blocks, self.outputs, self.part = blocks, blocks.outputs, part
         self.handle = _native.AttentionBlock(
             part.qkv.packed,  # type: ignore[attr-defined]
             part.out.packed,  # type: ignore[attr-defined]
@@ -100,19 +100,19 @@ class NativeAttention:
     def whole(
         self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
     ) -> tuple[Tensor, Tensor]:
-        return self._run(x_TH, added_TH, kv, step, _empty(x_TH.shape))
+        return self._run(x_TH, added_TH, kv, step, self.outputs.empty(x_TH.shape))
 
     def parts(
         self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
     ) -> tuple[Tensor, Tensor]:
-        out_BTH = _empty((self.part.out.row_blocks, *x_TH.shape))
+        out_BTH = self.outputs.empty((self.part.out.row_blocks, *x_TH.shape))
         return self._run(x_TH, added_TH, kv, step, out_BTH)
 
     def attended(
         self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep
     ) -> tuple[Tensor, Tensor]:
-        total_TH, stream = _stream(x_TH, added_TH, self.part.qkv.k)
-        out_TK = _empty((len(x_TH), self.part.out.k))
+        total_TH, stream = _stream(self.outputs, x_TH, added_TH, self.part.qkv.k)
+        out_TK = self.outputs.empty((len(x_TH), self.part.out.k))
         blocks, (pool,) = self.blocks, self._pool.of((kv,))
         given = _addresses(step, x_TH)
         _native.attend_block(
@@ -123,7 +123,7 @@ class NativeAttention:
     def _run(
         self, x_TH: Tensor, added_TH: Tensor | None, kv: KvLayer, step: BlockStep, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total_TH, stream = _stream(x_TH, added_TH, self.part.qkv.k)
+        total_TH, stream = _stream(self.outputs, x_TH, added_TH, self.part.qkv.k)
         blocks, (pool,) = self.blocks, self._pool.of((kv,))
         given, is_parts = _addresses(step, x_TH), out.dim() == 3
         _native.attention_block(
@@ -134,7 +134,7 @@ class NativeAttention:
 
 class NativeMlp:
     def __init__(self, blocks: NativeBlocks, part: MlpPart) -> None:
-        self.blocks, self.part = blocks, part
+        self.blocks, self.outputs, self.part = blocks, blocks.outputs, part
         self.handle = _native.MlpBlock(
             part.gate_up.packed,  # type: ignore[attr-defined]
             part.down.packed,  # type: ignore[attr-defined]
@@ -143,19 +143,23 @@ class NativeMlp:
         )
 
     def whole(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self._run(x_TH, added_TH, _empty(x_TH.shape))
+        return self._run(x_TH, added_TH, self.outputs.empty(x_TH.shape))
 
     def parts(self, x_TH: Tensor, added_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self._run(x_TH, added_TH, _empty((self.part.down.row_blocks, *x_TH.shape)))
+        return self._run(
+            x_TH, added_TH, self.outputs.empty((self.part.down.row_blocks, *x_TH.shape))
+        )
 
     def gated(self, normed_TH: Tensor) -> Tensor:
-        return self._gated(normed_TH, _empty(normed_TH.shape))
+        return self._gated(normed_TH, self.outputs.empty(normed_TH.shape))
 
     def gated_parts(self, normed_TH: Tensor) -> Tensor:
-        return self._gated(normed_TH, _empty((self.part.down.row_blocks, *normed_TH.shape)))
+        return self._gated(
+            normed_TH, self.outputs.empty((self.part.down.row_blocks, *normed_TH.shape))
+        )
 
     def _run(self, x_TH: Tensor, added_TH: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        total_TH, stream = _stream(x_TH, added_TH, self.part.gate_up.k)
+        total_TH, stream = _stream(self.outputs, x_TH, added_TH, self.part.gate_up.k)
         blocks, is_parts = self.blocks, out.dim() == 3
         _native.mlp_block(
             blocks.team, blocks.space, self.handle, len(x_TH), stream, is_parts, out.data_ptr()
@@ -199,7 +203,7 @@ class NativeStack:
 
     def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep) -> Tensor:
         _, x = _rows(x_TH, self.hidden)
-        blocks, out_TH = self.blocks, _empty(x_TH.shape)
+        blocks, out_TH = self.blocks, self.blocks.outputs.empty(x_TH.shape)
         given, pools = _addresses(step, x_TH), self._pools.of(kv)
         _native.run_stack(
             blocks.team, blocks.space, self.handle, given, pools, x, out_TH.data_ptr()
@@ -244,12 +248,12 @@ def _rows(x_TH: Tensor, hidden: int) -> tuple[int, int]:
 
 
 def _stream(
-    x_TH: Tensor, added_TH: Tensor | None, hidden: int
+    outputs: Outputs, x_TH: Tensor, added_TH: Tensor | None, hidden: int
 ) -> tuple[Tensor, tuple[int, int, int]]:
     """(x + added, which is still to be computed; the addresses of x, added and that)."""
     _, x = _rows(x_TH, hidden)
     if added_TH is None:
         return x_TH, (x, 0, 0)
     require_same("x", x_TH, "added", added_TH)
-    total_TH = _empty(x_TH.shape)
+    total_TH = outputs.empty(x_TH.shape)
     return total_TH, (x, added_TH.data_ptr(), total_TH.data_ptr())

@@ -155,7 +155,12 @@ class Tokens:
     def pick(self, x_TH: Tensor, rows: Sequence[int]) -> Picked:
         """Rows of `x_TH` by their ascending numbers in the plan, gathered from all ranks."""
         if self.seat.tp.size == 1:
-            picked = x_TH if len(rows) == self.n_rows else x_TH[list(rows)]
+            if len(rows) == self.n_rows:
+                picked = x_TH
+            elif rows and rows[-1] - rows[0] == len(rows) - 1:
+                picked = x_TH[rows[0] : rows[-1] + 1]
+            else:
+                picked = x_TH[list(rows)]
             return Picked(picked, (len(rows),), None)
         grid, wanted = self.seat.grid, np.asarray(rows, dtype=np.int64)
         if self.order_G is not None:

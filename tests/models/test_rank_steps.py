@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.core.message import Admit, Batch, Commit, Rows, Sampling, StepPlan, StepReport
 from aserve.core.replica import KvMove
-from aserve.models.registry import load_model
+from aserve.models.registry import Model, load_model
 from aserve.planes.layer import open_thread_planes
 from aserve.runner.kv_store import KvStore
 from aserve.runner.runner import Runner
-from aserve.tensor.ops import open_ops
+from aserve.tensor.ops import Linear, open_ops
 from aserve.tensor.sampler import open_sampler
 from aserve.text.tokenizer import load_tokenizer
 from tests.models.families import prompt, saved
@@ -30,12 +31,14 @@ class Ranks:
 
     def __init__(self, layout: Layout, folder: pathlib.Path, tokenizer: Any = NO_TOKENIZER) -> None:
         self.grid = Grid(layout)
-        ops = open_ops("native", 1)
+        self.ops = ops = open_ops("native", 1)
         planes = open_thread_planes(self.grid, limit_s=20.0)
         self.kv: list[KvStore] = []
+        self.models: list[Model] = []
         self.runners: list[Runner] = []
         for rank in range(self.grid.world):
             model = load_model(folder, ops=ops, layout=layout, rank=rank)
+            self.models.append(model)
             self.kv.append(KvStore(model.regions(), PAGE_SIZE, PAGES))
             sampler = open_sampler("native", ops.team)  # type: ignore[attr-defined]
             self.runners.append(Runner(model, self.kv[-1], sampler, tokenizer, planes[rank]))
@@ -158,6 +161,32 @@ def test_a_stage_without_rows_calls_nobody() -> None:
     outward = runner.forward(runner.apply(plan(0, ())), None)
     assert outward.results == ()
     assert outward.bundle["hidden"].shape == (0, 64)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, cp=2)])
+def test_only_rows_that_draw_reach_the_head(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(layout, saved("llama")[0])
+    heads, linear, n_rows = [model.head for model in ranks.models], ranks.ops.linear, []
+
+    def counted(x_TK: Tensor, weight: Linear) -> Tensor:
+        if any(weight is head for head in heads):
+            n_rows.append(len(x_TK))
+        return linear(x_TK, weight)
+
+    monkeypatch.setattr(ranks.ops, "linear", counted)
+    lengths = {1: 5, 2: 8, 3: 3}  # the second is not through with its prompt
+    admits = [Admit(n, tuple(prompt(k, seed=n)), k, 0, (), greedy()) for n, k in lengths.items()]
+    chunks = [
+        Rows(admit.seq, 0, admit.tokens[:5], (), admit.seq != 2, (2 * admit.seq, 1 + 2 * admit.seq))
+        for admit in admits
+    ]
+    ranks.step(plan(0, tuple(chunks), admits=tuple(admits)))
+    assert n_rows == [2] * ranks.grid.world
+    n_rows.clear()
+    ranks.step(plan(1, (Rows(2, 5, admits[1].tokens[5:7], (), False, ()),)))
+    assert n_rows == [], "a step without a draw has no use for logits"
 
 
 def test_a_stage_says_what_it_takes_from_the_one_before() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aserve import _native
-from aserve.tensor import native, native_blocks
 from aserve.tensor.native import NativeOps
 
 LEVELS = ("generic", "avx2", "avx512", "amx")
@@ -26,8 +25,7 @@ def ops(
     if _native.set_level(request.param) != request.param:
         _native.set_level(before)
         pytest.skip(f"this machine has no {request.param}")
-    for module in (native, native_blocks):
-        monkeypatch.setattr(module, "_empty", _poisoned)
+    monkeypatch.setattr(team_ops.outputs, "empty", _poisoned)
     yield team_ops
     _native.set_level(before)
 
