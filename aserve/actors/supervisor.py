@@ -108,9 +108,10 @@ class Supervisor:
 
     def _lead(self, pages_total: int) -> Leader:
         config, grid = self._config, Grid(self._config.layout)
+        size = config.cache.page_size
         planner = Planner(
             config.schedule,
-            CacheSpec(config.cache.page_size, pages_total),
+            CacheSpec(size, pages_total, -(-config.cache.kept_tokens // size)),
             context_len=self._placement.known.context_len,
             layout=config.layout,
             vocab_size=self._placement.known.vocab_size,

@@ -57,11 +57,15 @@ class Schedule(Struct, frozen=True):
 
 
 class Cache(Struct, frozen=True):
-    """`kv_tokens` is the size of the KV pool; None takes a share of free memory, bounded."""
+    """`kv_tokens` is the size of the KV pool; None takes a share of free memory, bounded.
+
+    `kept_tokens` bounds what the pool grows to for the sake of prefixes that nobody uses just now.
+    """
 
     page_size: int = 16
     kv_tokens: int | None = None
     kv_mib_max: int = 2048
+    kept_tokens: int = 8192
     kv_dtype: Literal["auto", "bf16", "float32", "int8"] = "auto"
 
 

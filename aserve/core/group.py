@@ -1,18 +1,22 @@
 """One attention-DP group: its KV pool, its prefix cache, and the sequences that run on them."""
 
-from aserve.core.pages import PagePool
+from aserve.core.pages import CacheSpec, PagePool
 from aserve.core.radix import Node, RadixTree
 from aserve.core.sequence import Phase, Sequence
+
+IDLE_SHARE = 8  # one in so many pages may be idle however many there are
 
 
 class Group:
     """Gives pages to sequences and takes them back; decides nothing about who runs."""
 
-    def __init__(self, index: int, pages_total: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(self, index: int, cache: CacheSpec, prefix_cache: bool) -> None:
         self.index = index
-        self.page_size = page_size
+        self.page_size = cache.page_size
         self.prefix_cache = prefix_cache
-        self.pages_total = pages_total
+        self.pages_total = cache.pages_total
+        kept = cache.pages_kept
+        self._pages_kept = self.pages_total if kept is None else kept
         self.reset()
 
     def reset(self) -> None:
@@ -87,8 +91,14 @@ class Group:
         self.leaving[sequence.seq] = sequence
 
     def grow(self, sequence: Sequence) -> int:
-        """One more page at the end of its page table, evicting if none is free."""
-        if not self.pool.n_free:
+        """One more page at the end of its page table, evicting if none is free.
+
+        Or if more than `pages_kept` are in use and one in `IDLE_SHARE` or more of them is used by
+        nobody: the memory of a free page may never have been touched, that of a cached one was.
+        """
+        n_used, n_idle = self.pages_total - self.pool.n_free, self.tree.n_evictable
+        has_surplus = n_used >= self._pages_kept and n_idle * IDLE_SHARE > n_used
+        if has_surplus or not self.pool.n_free:
             self.tree.evict(1)
         page = self.pool.take()
         sequence.pages.append(page)

@@ -9,10 +9,11 @@ FREE, OWNED, CACHED = 0, 1, 2
 
 
 class CacheSpec(msgspec.Struct, frozen=True):
-    """The KV pool of each attention-DP group."""
+    """The KV pool of each attention-DP group; beyond `pages_kept` see `Group.grow`."""
 
     page_size: int
     pages_total: int
+    pages_kept: int | None = None
 
 
 class PagePool:

@@ -55,10 +55,7 @@ class Planner:
         self._draft_max = draft_max
         self._depth = depth_of(layout, schedule, draft_max)
         assert min(self._depth) >= 0, self._depth
-        self._groups = [
-            Group(index, cache.pages_total, cache.page_size, schedule.prefix_cache)
-            for index in range(grid.dp)
-        ]
+        self._groups = [Group(index, cache, schedule.prefix_cache) for index in range(grid.dp)]
         self._outbox = Outbox(self._depth.microbatches)
         self.sizer = open_sizer(schedule, cache, grid, context_len)
         self._vocab_size = vocab_size

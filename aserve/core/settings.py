@@ -48,6 +48,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "cache.page_size": (1, 1024, "tokens of one KV page"),
     "cache.kv_tokens": (1, 1 << 31, "size of the KV pool; default: a share of free memory"),
     "cache.kv_mib_max": (1, 1 << 24, "bound on the default size of the KV pool, in MiB"),
+    "cache.kept_tokens": (0, 1 << 31, "tokens of KV beyond which unused prefixes are given up"),
     "cache.kv_dtype": (None, None, "of the KV cache: auto is the model's, int8 halves bf16"),
     "compute.threads": (1, 4096, "default: every core this process may use"),
     "compute.kernels": (None, None, "native (csrc) or reference (plain torch)"),

@@ -1,7 +1,6 @@
 """The architectures by name, and the two ways in: `load_spec` and `load_model`."""
 
 import contextlib
-import ctypes
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from aserve.models.decoder import MlpOf, Model
 from aserve.models.divide import check_layout
 from aserve.models.fetch import Progress
 from aserve.models.fused import fuse
+from aserve.models.memory import give_back
 from aserve.models.spec import Fields, ModelSpec, decoder_spec, read_json, token_ids
 from aserve.models.weights.forms import Conversion
 from aserve.models.weights.gguf import GgufSource
@@ -109,7 +109,7 @@ def load_model(
             model = Model(spec, reader, ops, mlp_of, grid, rank)
         model.nbytes = reader.nbytes
         fuse(model)
-    _give_back()
+    give_back()
     return model
 
 
@@ -122,12 +122,6 @@ def _types(types: Types) -> tuple[torch.dtype | None, Conversion | None]:
     if weights == "bf16" and dtype == "auto":
         return torch.bfloat16, weights
     return DTYPES[dtype], None if (weights, dtype) == ("keep", "float32") else weights
-
-
-def _give_back() -> None:
-    """Return freed memory to the system: glibc keeps what the reading threads let go."""
-    with contextlib.suppress(OSError, AttributeError):  # another libc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ class Deployment:
         *,
         page_size: int = 4,
         pages_total: int = 16,
+        pages_kept: int | None = None,
         groups: int = 1,
         in_flight_max: int = 1,
         layout: Layout | None = None,
@@ -100,7 +101,7 @@ class Deployment:
         self.grid = Grid(layout)
         self.planner = Planner(
             self.schedule,
-            CacheSpec(page_size, pages_total),
+            CacheSpec(page_size, pages_total, pages_kept),
             context_len=context_len,
             layout=layout,
             draft_max=draft_max,

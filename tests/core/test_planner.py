@@ -2,6 +2,7 @@
 
 import pytest
 
+from aserve.core.group import IDLE_SHARE
 from aserve.core.message import StepPlan
 from aserve.errors import RequestError
 from tests.core.deployment import Deployment
@@ -306,3 +307,34 @@ def test_statistics_count_pages_by_what_holds_them() -> None:
     statistics = deployment.planner.statistics()
     assert (statistics.kv_pages_used, statistics.kv_pages_cached) == (0, 3)
     assert (statistics.steps, statistics.rows, statistics.requests) == (2, 13, 1)
+
+
+def test_unused_prefixes_make_room_before_more_memory_is_taken() -> None:
+    deployment = Deployment(page_size=4, pages_total=100, pages_kept=10)
+    for seq in range(8):
+        deployment.ask(seq, prompt(seq * 5, 12), salt=str(seq))
+        deployment.pump()
+        statistics = deployment.planner.statistics()
+        assert min(7, 3 * (seq + 1)) <= statistics.kv_pages_cached <= 10
+    deployment.ask(8, prompt(7 * 5, 12), salt="7")  # the last is still there
+    deployment.pump()
+    assert deployment.ends[8].cached_len == 8
+    deployment.check_texts()
+
+
+def test_a_busy_pool_may_keep_a_share_of_itself_for_nobody() -> None:
+    deployment = Deployment(page_size=4, pages_total=200, pages_kept=0, running_max=4)
+    for seq in range(3):
+        deployment.ask(seq, prompt(seq, 80), max_tokens=150, salt=str(seq))
+    idle: list[int] = []
+    for seq in range(3, 12):
+        deployment.ask(seq, prompt(seq, 9), max_tokens=1, salt=str(seq))
+        while seq not in deployment.ends:
+            deployment.step()
+        statistics = deployment.planner.statistics()
+        idle.append(statistics.kv_pages_cached)
+        n_used = statistics.kv_pages_used + statistics.kv_pages_cached
+        assert (idle[-1] - 2) * IDLE_SHARE <= n_used  # two came when the last one left
+    assert idle[-1] > 4
+    deployment.pump()
+    deployment.check_texts()
