@@ -15,7 +15,7 @@ def test_generated_parts_are_current() -> None:
 
 def test_every_command_of_the_tour_exists() -> None:
     text = readme.README.read_text(encoding="utf-8")
-    named = set(re.findall(r"^aserve (\w+)", text, re.MULTILINE))
+    named = set(re.findall(r"^aserve ([\w-]+)", text, re.MULTILINE))
     assert named
     assert named <= set(COMMANDS)
 

@@ -44,8 +44,12 @@ FLOORS: dict[str, set[str]] = {
         *("errors", "core", "text", "actors"),
         *("h11", "hypercorn", "msgspec", "prometheus_client", "starlette", "trio"),
     },
+    "training": {
+        *("errors", "core", "text", "tensor", "models", "runner", "actors"),
+        *("msgspec", "numpy", "safetensors", "torch", "trio"),
+    },
     "cli": {
-        *("errors", "core", "text", "actors", "api", "bench"),
+        *("errors", "core", "text", "actors", "api", "bench", "training"),
         *("msgspec", "tqdm", "trio"),
     },
 }

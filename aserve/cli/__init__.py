@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, as OpenAI's API",
     "generate": "continue a prompt or answer a message, offline",
     "chat": "hold a conversation in the terminal",
+    "train-draft": "make a draft head for a model, for speculative decoding",
     "bench": "measure a server, the kernels or the planner",
     "features": "print which features stack",
     "doctor": "say what every rank of a running server is at",
@@ -29,7 +30,7 @@ USAGE = "usage: aserve [-h] [--version] COMMAND ...\n"
 
 
 def help_text() -> str:
-    rows = "".join(f"  {name:10} {what}\n" for name, what in COMMANDS.items())
+    rows = "".join(f"  {name:11} {what}\n" for name, what in COMMANDS.items())
     return (
         f"{USAGE}\nServe large language models.\n\ncommands:\n{rows}\n"
         "`aserve COMMAND --help` tells more. In a hurry: `aserve serve`, or `aserve chat`.\n"
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
     def run() -> int:
-        module = importlib.import_module(f"aserve.cli.{name}")
+        module = importlib.import_module(f"aserve.cli.{name.replace('-', '_')}")
         code: int = module.run(list(arguments[1:]))
         return code
 

@@ -239,9 +239,7 @@ def _depth(value: Any) -> int:
         depth += 1
         nested = [item for item in level if isinstance(item, dict | list)]
         level = [
-            part
-            for item in nested
-            for part in (item.values() if isinstance(item, dict) else item)
+            part for item in nested for part in (item.values() if isinstance(item, dict) else item)
         ]
     return depth
 
