@@ -26,7 +26,8 @@ class Case:
     """One kernel at one shape. `moved` in bytes and `ops` are the least any kernel could do.
 
     `span` is how many bytes the calls go through before they come back to the first (0: `moved`).
-    `bar` bounds the time over that of `base`, or over the floor where there is no base.
+    `bar` bounds the time over that of `base`, or over the floor where there is no base; `limit` the
+    time itself, in microseconds.
     """
 
     kernel: str
@@ -39,6 +40,7 @@ class Case:
     span: float = 0
     base: Callable[[], object] | None = None
     bar: float | None = None
+    limit: float | None = None
 
 
 def copies(n_bytes: float) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from aserve.bench import attention_cases, linear_cases, row_cases, step_cases
+from aserve.bench import attention_cases, linear_cases, row_cases, step_cases, tree_cases
 from aserve.bench.case import Case
 from aserve.tensor.native import NativeOps
 
@@ -16,6 +16,7 @@ KERNELS: dict[str, Callable[[NativeOps], Iterator[Case]]] = {
     "linear_parts": linear_cases.linear_parts,
     "attention": attention_cases.attention,
     **row_cases.KERNELS,
+    "tree": tree_cases.tree,
 }
 
 

@@ -24,6 +24,7 @@ class Row(msgspec.Struct, frozen=True):
     """Microseconds a call, the best of several bursts; `of_floor` is floor over native.
 
     `base` is what `bar` compares with: the time of one row where rows are verified, else the floor.
+    `limit` is what a call may take at most.
     """
 
     kernel: str
@@ -36,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     torch: float | None
     base: float | None
     bar: float | None
+    limit: float | None
 
     @property
     def ratio(self) -> float | None:
@@ -63,6 +65,7 @@ def measure(case: Case, ceilings: Ceilings, rounds: int) -> Row:
         torch=None if torch_s is None else torch_s * 1e6,
         base=None if base_s is None else base_s * 1e6,
         bar=case.bar,
+        limit=case.limit,
     )
 
 
@@ -71,6 +74,9 @@ def line(row: Row) -> str:
     if row.bar is not None and row.ratio is not None:
         verdict = "met" if row.ratio <= row.bar else "MISSED"
         beside += f"{row.ratio:8.2f}x, bar {row.bar:g}x {verdict}"
+    if row.limit is not None:
+        verdict = "met" if row.native <= row.limit else "MISSED"
+        beside += f"{'':8} limit {row.limit:g} us {verdict}"
     return (
         f"{row.kernel:12} {row.shape:34} {row.floor:10.1f} {row.bound:8} {row.native:10.1f} "
         f"{row.of_floor:7.0%} {row.twin:11.1f} {row.twin / row.native:7.1f}x {beside}"

@@ -68,5 +68,6 @@ void bind_kv(py::module_& module);
 void bind_linear(py::module_& module);
 void bind_rows(py::module_& module);
 void bind_sample(py::module_& module);
+void bind_tree(py::module_& module);
 
 }  // namespace aserve

@@ -57,6 +57,46 @@ void run_move(Team& team, int type_code, Address pool, const py::tuple& shape_of
   });
 }
 
+// The pools of all layers, told once.
+struct Pools {
+  std::vector<KvPool> pools;
+  int64_t slots = INT32_MAX;  // that all of them have
+};
+
+// Each: (type, address, its shape).
+Pools pools_of(const py::sequence& given) {
+  Pools out;
+  for (const auto& item : given) {
+    const auto one = item.cast<py::tuple>();
+    require(one.size() == 3, "a pool is a type, an address and a shape");
+    const PageShape shape = page_shape(one[2].cast<py::tuple>());
+    out.pools.push_back(
+        {static_cast<Type>(one[0].cast<int>()), at<void>(one[1].cast<Address>()), shape});
+    out.slots = std::min(out.slots, shape.pages * shape.page_size);
+  }
+  return out;
+}
+
+// Pairs of -1 are left out.
+void run_move_all(Team& team, const Pools& pools, Address from, Address to, int64_t rows) {
+  std::vector<int32_t> sources, targets;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t source = at<const int32_t>(from)[row], target = at<const int32_t>(to)[row];
+    if (source == -1 && target == -1) continue;
+    sources.push_back(source);
+    targets.push_back(target);
+  }
+  const int64_t n = static_cast<int64_t>(sources.size());
+  require_range(sources.data(), n, pools.slots, "slot");
+  require_range(targets.data(), n, pools.slots, "slot");
+  int64_t elements = 0;
+  for (const KvPool& pool : pools.pools) elements += n * pool.shape.heads * pool.shape.dim;
+  unlocked(elements, [&] {
+    kv_move(team, pools.pools.data(), static_cast<int64_t>(pools.pools.size()), sources.data(),
+            targets.data(), n);
+  });
+}
+
 // Everything a copy would otherwise read or write out of bounds, or twice.
 void check(const KvCopy& c, int64_t from_pages, int64_t to_pages) {
   require(c.from_shape.dim == c.to_shape.dim, "source and destination differ in head_dim");
@@ -111,6 +151,8 @@ void bind_kv(py::module_& module) {
   module.def("kv_gather", &run_gather);
   module.def("kv_move", &run_move);
   module.def("kv_copy", &run_copy);
+  py::class_<Pools>(module, "KvPools").def(py::init(&pools_of));
+  module.def("kv_move_all", &run_move_all);
 }
 
 }  // namespace aserve

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 
@@ -41,6 +42,21 @@ void copy_tokens(const KvCopy& c, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(to + i * to_row, from + i * from_row, static_cast<size_t>(bytes));
     }
+  }
+}
+
+void move_slots(const KvPool& p, const int32_t* from, const int32_t* to, int64_t rows,
+                std::vector<char>& held) {
+  const int64_t item = type_bytes(p.type);
+  const size_t bytes = static_cast<size_t>(p.shape.heads * p.shape.dim * item);
+  if (held.size() < static_cast<size_t>(rows) * bytes) held.resize(static_cast<size_t>(rows) * bytes);
+  char *pool = static_cast<char*>(p.pool), *row = held.data();
+  for (int64_t i = 0; i < rows; ++i, row += bytes) {
+    std::memcpy(row, pool + slot_offset(p.shape, from[i]) * item, bytes);
+  }
+  row = held.data();
+  for (int64_t i = 0; i < rows; ++i, row += bytes) {
+    std::memcpy(pool + slot_offset(p.shape, to[i]) * item, row, bytes);
   }
 }
 
@@ -98,6 +114,20 @@ void kv_scatter(Team& team, Type type, void* pool, const PageShape& shape, const
     const int64_t at = slot_offset(shape, slots[row]) * type_bytes(type);
     std::memcpy(static_cast<char*>(pool) + at, static_cast<const char*>(in) + row * bytes,
                 static_cast<size_t>(bytes));
+  });
+}
+
+void kv_move(Team& team, const KvPool* pools, int64_t n, const int32_t* from, const int32_t* to,
+             int64_t rows) {
+  if (n == 0 || rows == 0) return;
+  const PageShape& first = pools[0].shape;
+  const int64_t pool_bytes = rows * first.heads * first.dim * type_bytes(pools[0].type);
+  const int64_t step = std::max<int64_t>(1, bytes_task / pool_bytes);
+  team.run(ceil_div(n, step), [&](int64_t task) {
+    static thread_local std::vector<char> held;
+    for (int64_t i = task * step; i < std::min(n, (task + 1) * step); ++i) {
+      move_slots(pools[i], from, to, rows, held);
+    }
   });
 }
 

@@ -53,6 +53,8 @@ def test_every_kernel_has_rows_with_a_floor_a_twin_and_a_time(
     barred = [row for row in told["rows"] if row["bar"] is not None]
     assert [row["bar"] for row in barred] == [2.0, 2.0, 2.0, 2.0, 1.25, 1.5, 1.25, 1.5]
     assert all(row["ratio"] > 0 for row in barred)
+    limits = [row["limit"] for row in told["rows"] if row["limit"] is not None]
+    assert limits == [50.0, 20.0]
 
 
 def test_the_table_has_a_line_a_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +92,13 @@ def test_a_bar_is_over_the_base_or_else_over_the_floor() -> None:
     assert row.ratio is not None
     assert row.ratio > 2
     assert "bar 2x MISSED" in kernels.line(row)
+
+
+def test_a_limit_is_of_the_time_itself() -> None:
+    one = case.Case("x", "y", moved=10, ops=0, native=int, twin=int, limit=1e6)
+    assert kernels.line(kernels.measure(one, Known(1e6, 1.0), 1)).endswith("limit 1e+06 us met")
+    one = case.Case("x", "y", moved=10, ops=0, native=int, twin=int, limit=0.0)
+    assert kernels.line(kernels.measure(one, Known(1e6, 1.0), 1)).endswith("limit 0 us MISSED")
 
 
 @pytest.mark.parametrize("form", ["bf16", "q8", "q4", "q4m"])

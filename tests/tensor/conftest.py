@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from aserve import _native
+from aserve.tensor import tree_native
 from aserve.tensor.native import NativeOps
+from aserve.tensor.tree import Trees
+from aserve.tensor.tree_native import NativeTrees
+from aserve.tensor.tree_reference import ReferenceTrees
 
 LEVELS = ("generic", "avx2", "avx512", "amx")
 
@@ -26,10 +30,22 @@ def ops(
         _native.set_level(before)
         pytest.skip(f"this machine has no {request.param}")
     monkeypatch.setattr(team_ops.outputs, "empty", _poisoned)
+    monkeypatch.setattr(tree_native, "_empty", _poisoned)
     yield team_ops
     _native.set_level(before)
 
 
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+@pytest.fixture(name="native")
+def native_trees(ops: NativeOps) -> NativeTrees:
+    return NativeTrees(ops.team)
+
+
+@pytest.fixture(name="trees", params=["native", "twin"])
+def either_trees(request: pytest.FixtureRequest, ops: NativeOps) -> Trees:
+    return NativeTrees(ops.team) if request.param == "native" else ReferenceTrees()
+
+
+def _poisoned(shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.full(tuple(shape), poison, dtype=dtype)
+    whole = (shape,) if isinstance(shape, int) else tuple(shape)
+    return torch.full(whole, poison, dtype=dtype)

@@ -33,6 +33,16 @@ void kv_gather(Team& team, Type type, const void* pool, const PageShape& shape,
 void kv_scatter(Team& team, Type type, void* pool, const PageShape& shape, const int32_t* slots,
                 int64_t rows, const void* in);
 
+struct KvPool {
+  Type type;
+  void* pool;
+  PageShape shape;
+};
+
+// In each of n pools, from one slot to another: a pool's sources are all read before it is written.
+void kv_move(Team& team, const KvPool* pools, int64_t n, const int32_t* from, const int32_t* to,
+             int64_t rows);
+
 // Tokens [begin, end) of one sequence, `heads` of their heads, from one paged layout into another of
 // the same type and dim.
 struct KvCopy {

@@ -1,11 +1,59 @@
-// Trees of drafted rows, for every processor; aserve/core/tree.py has the rules.
+// Trees of drafted rows, for every processor; aserve/core/tree.py has the rules, aserve/tensor/tree.py
+// the shapes. A tree's candidates, nodes and rows are numbered so that parents come before children.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "aserve/index.h"
+#include "aserve/team.h"
+#include "aserve/threshold.h"
 
 namespace aserve {
+
+// Integers in the order of scores. NaN is before every number, so that it is never chosen first.
+constexpr int32_t key_of_nan = INT32_MIN;
+ASERVE_HD int32_t score_key(float score) {
+  return score != score ? key_of_nan : static_cast<int32_t>(ordered(score));
+}
+
+// Of two candidates the better one is chosen first; of equals the one that was there first.
+ASERVE_HD bool is_better(int32_t key, int64_t place, int32_t other_key, int64_t other_place) {
+  return key > other_key || (key == other_key && place < other_place);
+}
+
+// A key that `wanted` of the keys, or the fewest above so many, reach. count(key) is how many do; all
+// `n` of them are in [low, high], and more than `wanted` > 0 reach low.
+template <class Count>
+ASERVE_HD int32_t key_threshold(int32_t low, int32_t high, int64_t n, int64_t wanted,
+                                const Count& count) {
+  int64_t reach_low = n, reach_end = 0;  // of low, and of what follows high
+  for (bool halves = false; low < high; halves = !halves) {
+    // Where it would be if keys lay evenly; every other time the middle, which is never far off.
+    const int64_t width = static_cast<int64_t>(high) - low;
+    int64_t step = (width + 1) / 2;
+    if (!halves) {
+      const float share = (reach_low - wanted + 0.5f) / (reach_low - reach_end);
+      step = static_cast<int64_t>(share * static_cast<float>(width));
+      step = step < 1 ? 1 : step > width ? width : step;
+    }
+    const int32_t key = static_cast<int32_t>(low + step);
+    const int64_t reach = count(key);
+    if (reach == wanted) return key;
+    if (reach > wanted) {
+      low = key;
+      reach_low = reach;
+    } else {
+      high = key - 1;
+      reach_end = reach;
+    }
+  }
+  return low;
+}
+
+// Sets of rows as words of 64 bits.
+ASERVE_HD int64_t words_for(int64_t rows) { return ceil_div(rows, 64); }
+ASERVE_HD uint64_t bit_of(int64_t row) { return uint64_t(1) << (row & 63); }
 
 // How deep a place of a tree is on a path down from its root, -1 if it is not on it. The places of a
 // path ascend.
@@ -25,17 +73,92 @@ ASERVE_HD int32_t depth_on_path(const int32_t* path, int32_t length, int32_t pla
 // The path that the model's own draws keep of rows whose `parents` come before them (-1 at the root),
 // from row 0 down: a row stays if the token drawn at its parent is its own, the first such child where
 // drafts are equal. Returns the path's length; the token drawn at its last row comes next in the text.
-// Row 0 is no draft and always stays.
+// Row 0 is no draft and always stays. A row at which nothing could be drawn (-1) does not: its token
+// is then the one that comes next.
 ASERVE_HD int32_t accept_path(const int32_t* parents, const int32_t* tokens, const int32_t* drawn,
                               int32_t rows, int32_t* path) {
   if (rows == 0) return 0;
-  int32_t length = 1;
+  int32_t length = 1, last = 0;
   path[0] = 0;
   for (int32_t row = 1; row < rows; ++row) {
-    const int32_t last = path[length - 1];
-    if (parents[row] == last && tokens[row] == drawn[last]) path[length++] = row;
+    if (parents[row] != last || tokens[row] != drawn[last] || drawn[row] < 0) continue;
+    last = row;
+    path[length++] = row;
   }
   return length;
 }
+
+// Candidates of n trees, `capacity` apart. A score is that of the whole path; a parent is the place of
+// another candidate of the tree, -1 the root.
+struct TreePool {
+  float* scores;
+  int32_t* tokens;
+  int32_t* parents;
+  int64_t capacity, n;
+};
+
+// The k likeliest children of each of a tree's `beams` nodes become its candidates from `begin` on, and
+// the `width` best of them the nodes of the next level, best first.
+struct TreeExpand {
+  TreePool pool;
+  const float* logprobs;        // [n, beams, k]
+  const int32_t* top_tokens;    // [n, beams, k]
+  const int32_t* beam;          // [n, beams], places; null: the root
+  int32_t* places;              // [n, width], as the next
+  int32_t* tokens;
+  int32_t* rows;  // of [n * beams]: under which each is
+  int64_t begin, beams, k, width;
+};
+void expand(Team& team, const TreeExpand& call);
+
+// The start[i + 1] - start[i] best of tree i's first `count` candidates, in their order; at most all.
+// None counts for more than its parent, so that it never comes without it.
+struct TreeSelect {
+  TreePool pool;
+  const int32_t* start;  // [n + 1]
+  int32_t* tokens;       // [start[n]], as the next
+  int32_t* parents;      // among the tree's chosen, -1 the root
+  float* scores;
+  int64_t count;
+};
+// False where a parent is not before its child.
+bool select(Team& team, const TreeSelect& call);
+
+// Of rows of n trees, parents before children and -1 at a root: where each stands, which rows it sees,
+// and its first child and next sibling, -1 where there is none.
+struct TreeLayout {
+  const int32_t* row_start;  // [n + 1]
+  const int32_t* parents;    // [row_start[n]], as those that follow
+  const int32_t* starts;     // [n], the positions of the roots
+  int32_t* positions;
+  int32_t* first_child;
+  int32_t* next_sibling;
+  uint64_t* mask;  // [rows, words]: bit of row's own path
+  int64_t n, words;
+};
+bool lay_out(Team& team, const TreeLayout& call);
+
+// The paths of all rows, one after the other, as attention takes them: that of row t is
+// paths[path_start[t]] to paths[path_start[t + 1] - 1]. Empty where a tree is a chain. With `paths` null
+// only path_start is written. False as above.
+bool tree_paths(const int32_t* row_start, const int32_t* parents, int64_t n, int32_t* path_start,
+                int32_t* paths);
+
+// accept_path of n trees. Outputs are as long as the rows, and -1 behind a tree's path.
+struct TreeAccept {
+  const int32_t* row_start;  // [n + 1]
+  const int32_t* parents;
+  const int32_t* tokens;
+  const int32_t* drawn;
+  const int32_t* slots;  // of the rows' KV; may be null, as from_slots and to_slots then
+  int32_t* path;
+  int32_t* kept;        // the token drawn at each row of the path
+  int32_t* lengths;     // [n], as next: the last of kept
+  int32_t* next;
+  int32_t* from_slots;  // which KV moves: -1 where none does
+  int32_t* to_slots;
+  int64_t n;
+};
+void accept(const TreeAccept& call);
 
 }  // namespace aserve
