@@ -53,11 +53,12 @@ def build_library(library: pathlib.Path) -> list[str]:
 def compare(library: pathlib.Path, seed: int, until: float) -> Iterator[tuple[str, Any]]:
     """Each case; those that no time is left for are named, and are no pass."""
     from aserve.tensor.cuda import open_cuda
-    from bench import device_cases, device_draws
+    from bench import device_cases, device_draws, device_trees
 
     plain = open_cuda(library)
     ops = device_cases.PoisonedOps(plain.library, plain.device)
-    for name, case in (device_cases.CASES | device_draws.CASES).items():
+    cases = device_cases.CASES | device_draws.CASES | device_trees.CASES
+    for name, case in cases.items():
         if time.monotonic() > until:
             yield name, device_cases.Found(float("inf"), "no time was left")
         else:

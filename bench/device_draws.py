@@ -1,16 +1,11 @@
-"""The sampling kernels and the walk down trees beside their twins, for `bench.device_check`."""
-
-import itertools
-
-import torch
+"""The sampling kernels beside their twins, for `bench.device_check`."""
 
 from aserve.core.message import Sampling
-from aserve.core.tree import is_path
 from aserve.tensor.cuda import CudaOps
-from aserve.tensor.cuda_sampler import CudaSampler, accept
+from aserve.tensor.cuda_sampler import CudaSampler
 from aserve.tensor.sampler import History, SampleRow
 from aserve.tensor.sampler_reference import ReferenceSampler
-from bench.device_cases import Case, Random, same
+from bench.device_cases import Case, Random
 
 PARAMETERS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -69,32 +64,4 @@ def logprobs(ops: CudaOps, random: Random) -> float:
     return worst
 
 
-def walks(ops: CudaOps, random: Random) -> float:
-    """Paths agree with the draws and end where no child does."""
-    sizes = [0, 1, 40, 17, 64]
-    starts = [0, *itertools.accumulate(sizes)]
-    order = [random.order(1000).tolist() for _ in range(3)]
-    parents = [-1 if row == 0 else order[0][row + n] % row for n, size in enumerate(sizes)
-               for row in range(size)]  # fmt: skip
-    tokens = torch.tensor([[one % 2 for one in some[: starts[-1]]] for some in order[1:]])
-    slots = random.order(starts[-1])
-    starts_M, parents_T = torch.tensor(starts).int(), torch.tensor(parents).int()
-    got = accept(ops, *(random.here(x) for x in (starts_M, parents_T, tokens.int(), slots)))
-    errors = []
-    for n, size in enumerate(sizes):
-        first = starts[n]
-        path = got.path_T[first : first + size][: int(got.lengths_N[n])].tolist()
-        mine, (own, drawn) = parents[first : first + size], tokens[:, first : first + size].tolist()
-        agrees = all(own[row] == drawn[mine[row]] for row in path[1:])
-        below = [row for row in range(size) if path and mine[row] == path[-1]]
-        ends = not any(own[row] == drawn[path[-1]] for row in below)
-        following = drawn[path[-1]] if path else -1
-        good = is_path(mine, path) and agrees and ends and bool(path) == bool(size)
-        errors.append(0.0 if good and int(got.next_N[n]) == following else float("inf"))
-        to = got.to_slots_T[first : first + size].cpu()
-        moved = [depth for depth, row in enumerate(path) if row != depth]
-        errors.append(same(to[moved], slots[first : first + size][moved]))
-    return max(errors)
-
-
-CASES: dict[str, Case] = {"draw": draws, "logprobs": logprobs, "accept": walks}
+CASES: dict[str, Case] = {"draw": draws, "logprobs": logprobs}

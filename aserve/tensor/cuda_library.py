@@ -72,10 +72,25 @@ Logprobs = _struct(
     "aserve_logprobs",
     "logits:* tokens:* logprobs:* top_ids:* top_logprobs:* ok:* logits_stride vocab n top_n",
 )
+TreePool = _struct("aserve_tree_pool", "scores:* tokens:* parents:* capacity n")
+Expand = _struct(
+    "aserve_expand",
+    "logprobs:* top_tokens:* beam:* places:* tokens:* rows:* begin beams k width",
+)
+Select = _struct("aserve_select", "start:* tokens:* parents:* scores:* count")
+LayOut = _struct(
+    "aserve_lay_out",
+    "row_start:* parents:* starts:* positions:* first_child:* next_sibling:* mask:* n words",
+)
 Accept = _struct(
     "aserve_accept",
-    "row_start:* parents:* tokens:* drawn:* slots:* path:* lengths:* next:* from_slots:* "
+    "row_start:* parents:* tokens:* drawn:* slots:* path:* kept:* lengths:* next:* from_slots:* "
     "to_slots:* n",
+)
+Compact = _struct(
+    "aserve_compact",
+    "pools:* starts:* from_slots:* to_slots:* n sequences pages page_size token_bytes page_stride "
+    "alignment",
 )
 
 # What each function takes before the stream: structs by reference, or plain values.
@@ -98,11 +113,16 @@ CALLS: dict[str, tuple[type, ...]] = {
     "sum_parts": (Sum,),
     "draw": (Draw,),
     "logprobs": (Logprobs,),
+    "expand": (TreePool, Expand),
+    "select": (TreePool, Select),
+    "lay_out": (LayOut,),
     "accept": (Accept,),
+    "compact": (Compact,),
 }
 
 FLASH_SPLIT = 256  # flash.cuh
 TOP_N_MAX = 128  # sample.cu
+CANDIDATES_MAX = 8192  # tree.cu
 
 
 class CudaError(RuntimeError):

@@ -1,4 +1,4 @@
-"""`Sampler` on a GPU, and the walk that keeps what draws agree with of drafted trees."""
+"""`Sampler` on a GPU."""
 
 import ctypes
 import dataclasses
@@ -169,44 +169,3 @@ def _numbers(row: SampleRow, *, stops: bool) -> tuple[float, ...]:
         sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty,
         draw_key(sampling.seed, row.position),
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accepted:
-    """Rows `path_T[row_start[n]:][:lengths_N[n]]` of tree n stay; the rest is undefined.
-
-    `next_N` is the token drawn at the last of them. KV moves from `from_slots_T` to `to_slots_T`,
-    where these are not -1.
-    """
-
-    path_T: Tensor
-    lengths_N: Tensor
-    next_N: Tensor
-    from_slots_T: Tensor
-    to_slots_T: Tensor
-
-
-def accept(
-    ops: CudaOps, row_start_M: Tensor, parents_T: Tensor, tokens_TD: Tensor, slots_T: Tensor
-) -> Accepted:
-    """What draws keep of the trees of N sequences, all int32.
-
-    `parents_T` count from a tree's first row, whose parent is -1. `tokens_TD` [2, T]: each row's
-    own token, and what the model drew at it. `slots_T`: where each row's KV is.
-    """
-    n_rows, n_trees = len(parents_T), len(row_start_M) - 1
-    if n_trees < 0 or tokens_TD.shape != (2, n_rows) or len(slots_T) != n_rows:
-        raise ValueError(f"{n_rows} parents, tokens of {tuple(tokens_TD.shape)}")
-    for x in (row_start_M, parents_T, tokens_TD, slots_T):
-        if x.dtype is not torch.int32 or not x.is_contiguous():
-            raise ValueError("trees are contiguous int32")
-    ops.check_here(row_start_M, parents_T, tokens_TD, slots_T)
-    path, from_slots, to_slots = ops.empty((3, n_rows), torch.int32)
-    lengths, following = ops.empty((2, n_trees), torch.int32)
-    call = abi.Accept(
-        row_start_M.data_ptr(), parents_T.data_ptr(), tokens_TD[0].data_ptr(),
-        tokens_TD[1].data_ptr(), slots_T.data_ptr(), path.data_ptr(), lengths.data_ptr(),
-        following.data_ptr(), from_slots.data_ptr(), to_slots.data_ptr(), n_trees,
-    )  # fmt: skip
-    ops.call("accept", call)
-    return Accepted(path, lengths, following, from_slots, to_slots)

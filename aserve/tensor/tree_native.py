@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,12 @@ from aserve.tensor.tree import (
 )
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
-_empty = torch.empty
+_NUMPY = {_F32: np.float32, _I32: np.int32, _I64: np.int64}
+
+
+def _empty(shape: tuple[int, ...] | int, dtype: torch.dtype) -> Tensor:
+    """Got from numpy, which does not give up the interpreter for it."""
+    return torch.from_numpy(np.empty(shape, dtype=_NUMPY[dtype]))
 
 
 class NativeTrees:
@@ -86,13 +92,7 @@ class NativeTrees:
         return Layout(positions_T, mask_TW, children_T, siblings_T)
 
     def paths(self, row_start_M: Tensor, parents_T: Tensor) -> Tree:
-        rows = _rows(row_start_M, parents_T)
-        path_start_T1 = _empty((rows[3] + 1,), dtype=_I32)
-        length = _native.tree_paths(rows, path_start_T1.data_ptr(), 0)
-        paths = _empty((length,), dtype=_I32)
-        if length:
-            _native.tree_paths(rows, path_start_T1.data_ptr(), paths.data_ptr())
-        return Tree(path_start_T1, paths)
+        return paths_of_rows(row_start_M, parents_T)
 
     def accept(
         self,
@@ -133,6 +133,17 @@ class NativeTrees:
         n = len(slots_from)
         start, end = indices("slots_from", slots_from, n), indices("slots_to", slots_to, n)
         _native.kv_move_all(self.team, self._pools, start, end, n)
+
+
+def paths_of_rows(row_start_M: Tensor, parents_T: Tensor) -> Tree:
+    """`Trees.paths` of what is in the CPU's memory."""
+    rows = _rows(row_start_M, parents_T)
+    path_start_T1 = _empty((rows[3] + 1,), dtype=_I32)
+    length = _native.tree_paths(rows, path_start_T1.data_ptr(), 0)
+    paths = _empty((length,), dtype=_I32)
+    if length:
+        _native.tree_paths(rows, path_start_T1.data_ptr(), paths.data_ptr())
+    return Tree(path_start_T1, paths)
 
 
 def _checked(name: str, x: Tensor, dtype: torch.dtype) -> int:

@@ -95,9 +95,12 @@ bool select_tree(const TreeSelect& c, int64_t tree, const TreeKernels& kernels, 
   int32_t least = key_of_nan;
   if (wanted < count) {
     const KeyRange all = kernels.range(keys, count);
-    least = key_threshold(all.low, all.high, count, wanted, [&](int32_t key) {
-      return kernels.count(keys, count, key);
-    });
+    KeySearch search = {all.low, all.high, wanted, count};
+    while (!search.is_over()) {
+      const int32_t key = search.key();
+      search.tell(key, kernels.count(keys, count, key));
+    }
+    least = search.low;
   }
   const int64_t reached = kernels.gather(keys, count, least, places);
   int64_t spare = reached - wanted;  // the last of those that just reach it are not chosen

@@ -69,10 +69,6 @@ struct Append {
   }
 };
 
-struct Unit16 {
-  uint64_t low, high;
-};
-
 // Where row i starts, in bytes; negative: nowhere.
 struct Plain {
   int64_t stride;

@@ -9,7 +9,7 @@ import torch
 
 from aserve.tensor import cuda_library as abi
 from aserve.tensor.cuda import CudaOps, open_cuda
-from bench import device_cases, device_check, device_draws, device_timings
+from bench import device_cases, device_check, device_draws, device_timings, device_trees
 from bench.device_cases import Heads
 from csrc.cuda import build
 
@@ -17,7 +17,7 @@ SMALL = device_timings.Sizes(
     hidden=32, inner=48, heads=Heads(4, 2, 16), vocab=300, context=96, chunk=32, streams=(1, 3),
     copy_bytes=4096, square=16, repeats=1, turns_bytes=1,
 )  # fmt: skip
-CASES = device_cases.CASES | device_draws.CASES
+CASES = device_cases.CASES | device_draws.CASES | device_trees.CASES
 FEW = tuple(device_cases.CHUNKS[n] for n in (1, 2, 5))
 
 

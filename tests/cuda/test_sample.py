@@ -1,17 +1,11 @@
-"""The sampling kernels and the walk down drafted trees, against their twins."""
+"""The sampling kernels, against their twins."""
 
-import itertools
-
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 
-from aserve.core.tree import is_path, moved
 from aserve.tensor.cuda import CudaOps
-from aserve.tensor.cuda_sampler import CudaSampler, accept
-from aserve.tensor.ops import KvLayer
+from aserve.tensor.cuda_sampler import CudaSampler
 from aserve.tensor.sampler import NativeSampler, SampleRow
 from aserve.tensor.sampler_reference import ReferenceSampler
 from tests.tensor.draws import row, words
@@ -106,62 +100,6 @@ def test_logprobs_are_the_twins(cuda_ops: CudaOps, top_n: int) -> None:
 def test_more_logprobs_than_the_kernel_keeps_are_refused(cuda_ops: CudaOps) -> None:
     with pytest.raises(ValueError, match="at most 128"):
         CudaSampler(cuda_ops).logprobs(logits(1, 5), [0], 129)
-
-
-def walk(parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:
-    """By looking at all children of the last row, over and over."""
-    path = [0] if parents else []
-    while path:
-        below = [r for r, parent in enumerate(parents) if parent == path[-1]]
-        agreed = [r for r in below if tokens[r] == drawn[path[-1]]]
-        if not agreed:
-            break
-        path.append(agreed[0])
-    return path
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    size = draw(st.integers(0, 12))
-    parents = [-1, *[draw(st.integers(0, n)) for n in range(size - 1)]][:size]
-    few = st.lists(st.integers(0, 2), min_size=size, max_size=size)
-    return parents, draw(few), draw(few)
-
-
-@hypothesis.given(some=st.lists(trees(), max_size=5))
-@hypothesis.settings(
-    max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
-def test_a_walk_keeps_what_the_draws_agree_with(
-    cuda_ops: CudaOps, some: list[tuple[list[int], list[int], list[int]]]
-) -> None:
-    starts = [0, *itertools.accumulate(len(parents) for parents, _, _ in some)]
-    flat = [[one for part in some for one in part[which]] for which in range(3)]
-    parents, tokens, drawn = (torch.tensor(one, dtype=torch.int32) for one in flat)
-    slots = torch.arange(1000, 1000 + starts[-1], dtype=torch.int32)
-    starts_M = torch.tensor(starts, dtype=torch.int32)
-    got = accept(cuda_ops, starts_M, parents, torch.stack([tokens, drawn]), slots)
-    for n, (tree_parents, tree_tokens, tree_drawn) in enumerate(some):
-        path = walk(tree_parents, tree_tokens, tree_drawn)
-        rows = slice(starts[n], starts[n + 1])
-        assert got.path_T[rows][: got.lengths_N[n]].tolist() == path
-        assert got.next_N[n] == (tree_drawn[path[-1]] if path else -1)
-        assert is_path(tree_parents, path)
-        first = 1000 + starts[n]
-        pairs = zip(got.from_slots_T[rows].tolist(), got.to_slots_T[rows].tolist(), strict=True)
-        kept = [pair for pair in pairs if pair != (-1, -1)]
-        assert kept == list(zip(*moved(path, first), strict=True))
-
-
-def test_the_kv_of_an_accepted_path_moves_and_no_other(cuda_ops: CudaOps) -> None:
-    starts, parents = torch.tensor([0, 4]), torch.tensor([-1, 0, 0, 2])
-    tokens = torch.tensor([[9, 1, 2, 3], [2, 0, 3, 7]])
-    slots = torch.tensor([4, 5, 6, 7])
-    got = accept(cuda_ops, *(x.int() for x in (starts, parents, tokens, slots)))
-    assert got.path_T[:3].tolist() == [0, 2, 3]
-    kv = KvLayer(*torch.arange(2 * 8.0).view(2, 2, 4, 1, 1).bfloat16())
-    cuda_ops.kv_move(kv, got.from_slots_T, got.to_slots_T)
-    assert kv.k_PSHD.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
 
 
 def test_the_noise_is_that_of_the_specification(cuda_ops: CudaOps) -> None:

@@ -227,9 +227,55 @@ typedef struct {
 } aserve_logprobs;
 int aserve_cuda_logprobs(const aserve_logprobs* call, void* stream);
 
+// The candidates of n trees (tree.h), trees `capacity` apart.
+typedef struct {
+  float* scores;
+  int32_t* tokens;
+  int32_t* parents;
+  int64_t capacity, n;
+} aserve_tree_pool;
+
+// logprobs and top_tokens [n, beams, k] become candidates begin to begin + beams * k of each tree, below
+// its candidates beam [n, beams] or, where that is null, below the root; places, tokens and rows
+// [n, width] are the best of them.
+typedef struct {
+  const float* logprobs;
+  const int32_t* top_tokens;
+  const int32_t* beam;
+  int32_t* places;
+  int32_t* tokens;
+  int32_t* rows;
+  int64_t begin, beams, k, width;
+} aserve_expand;
+int aserve_cuda_expand(const aserve_tree_pool* pool, const aserve_expand* call, void* stream);
+
+// The start[i + 1] - start[i] best of tree i's `count` <= 8192 candidates, in their order.
+typedef struct {
+  const int32_t* start;
+  int32_t* tokens;
+  int32_t* parents;
+  float* scores;
+  int64_t count;
+} aserve_select;
+int aserve_cuda_select(const aserve_tree_pool* pool, const aserve_select* call, void* stream);
+
+// Of rows row_start[i] to row_start[i + 1] of n trees; mask [rows, words].
+typedef struct {
+  const int32_t* row_start;
+  const int32_t* parents;
+  const int32_t* starts;
+  int32_t* positions;
+  int32_t* first_child;
+  int32_t* next_sibling;
+  uint64_t* mask;
+  int64_t n, words;
+} aserve_lay_out;
+int aserve_cuda_lay_out(const aserve_lay_out* call, void* stream);
+
 // The path each of n trees keeps (tree.h): rows row_start[i] to row_start[i + 1] of parents, tokens
-// and drawn; path [rows] from row_start[i] on, lengths[n], and next[n], the token after the path. Where
-// slots is not null, from_slots and to_slots [rows] say which KV moves: -1 where none does.
+// and drawn; path and kept [rows] from row_start[i] on, -1 behind the path; lengths[n], and next[n],
+// the token after the path. Where slots is not null, from_slots and to_slots [rows] say which KV
+// moves: -1 where none does.
 typedef struct {
   const int32_t* row_start;
   const int32_t* parents;
@@ -237,6 +283,7 @@ typedef struct {
   const int32_t* drawn;
   const int32_t* slots;
   int32_t* path;
+  int32_t* kept;
   int32_t* lengths;
   int32_t* next;
   int32_t* from_slots;
@@ -244,6 +291,18 @@ typedef struct {
   int64_t n;
 } aserve_accept;
 int aserve_cuda_accept(const aserve_accept* call, void* stream);
+
+// Pairs starts[i] to starts[i + 1] of sequence i move one after the other, in each of n pools of
+// page_size tokens of token_bytes; pools [n] are addresses, page_stride is in bytes. A slot outside the
+// pages is left out.
+typedef struct {
+  const uint64_t* pools;
+  const int32_t* starts;
+  const int32_t* from_slots;
+  const int32_t* to_slots;
+  int64_t n, sequences, pages, page_size, token_bytes, page_stride, alignment;
+} aserve_compact;
+int aserve_cuda_compact(const aserve_compact* call, void* stream);
 
 // 0: CUDA. 1: the same kernels compiled for the host, for tests; pointers are to host memory then.
 int aserve_cuda_backend(void);

@@ -37,6 +37,11 @@ ASERVE_HD int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
+// What a thread copies at once, at most.
+struct Unit16 {
+  uint64_t low, high;
+};
+
 // Two numbers of a thread, as its rows of a fragment are.
 struct Two {
   float v[2];

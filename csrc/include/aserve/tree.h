@@ -22,38 +22,70 @@ ASERVE_HD bool is_better(int32_t key, int64_t place, int32_t other_key, int64_t 
   return key > other_key || (key == other_key && place < other_place);
 }
 
-// A key that `wanted` of the keys, or the fewest above so many, reach. count(key) is how many do; all
-// `n` of them are in [low, high], and more than `wanted` > 0 reach low.
-template <class Count>
-ASERVE_HD int32_t key_threshold(int32_t low, int32_t high, int64_t n, int64_t wanted,
-                                const Count& count) {
-  int64_t reach_low = n, reach_end = 0;  // of low, and of what follows high
-  for (bool halves = false; low < high; halves = !halves) {
-    // Where it would be if keys lay evenly; every other time the middle, which is never far off.
+// A search for a key that `wanted` of n keys reach, or if there is none, as few more as can be: count
+// how many reach `key()`, `tell` it, until it is over. Then it is `low`. All are in [low, high].
+struct KeySearch {
+  int32_t low, high;
+  int64_t wanted, reach_low;  // n keys reach low
+  int64_t reach_end = 0;      // those beyond high
+  bool halves = false;
+
+  ASERVE_HD bool is_over() const { return low >= high; }
+
+  // Where it would be if keys lay evenly; every other time the middle, which is never far off.
+  ASERVE_HD int32_t key() const {
     const int64_t width = static_cast<int64_t>(high) - low;
     int64_t step = (width + 1) / 2;
     if (!halves) {
-      const float share = (reach_low - wanted + 0.5f) / (reach_low - reach_end);
-      step = static_cast<int64_t>(share * static_cast<float>(width));
+      const float left = static_cast<float>(reach_low - wanted) + 0.5f;
+      step = static_cast<int64_t>(left / static_cast<float>(reach_low - reach_end) *
+                                  static_cast<float>(width));
       step = step < 1 ? 1 : step > width ? width : step;
     }
-    const int32_t key = static_cast<int32_t>(low + step);
-    const int64_t reach = count(key);
-    if (reach == wanted) return key;
-    if (reach > wanted) {
+    return static_cast<int32_t>(low + step);
+  }
+
+  ASERVE_HD void tell(int32_t key, int64_t reach) {
+    if (reach >= wanted) {
       low = key;
       reach_low = reach;
-    } else {
-      high = key - 1;
+    }
+    if (reach <= wanted) {
+      high = reach == wanted ? key : key - 1;
       reach_end = reach;
     }
+    halves = !halves;
   }
-  return low;
-}
+};
 
 // Sets of rows as words of 64 bits.
 ASERVE_HD int64_t words_for(int64_t rows) { return ceil_div(rows, 64); }
 ASERVE_HD uint64_t bit_of(int64_t row) { return uint64_t(1) << (row & 63); }
+
+// The same for places among candidates, in words of 32 bits.
+struct Marks {
+  const uint32_t* words;
+
+  ASERVE_HD bool has(int64_t place) const { return words[place / 32] >> (place & 31) & 1; }
+  // How many there are before a place.
+  ASERVE_HD int64_t before(int64_t place) const {
+    int64_t found = 0;
+    for (int64_t word = 0; word < place / 32; ++word) found += bits_in(words[word]);
+    return found + bits_in(words[place / 32] & ((1u << (place & 31)) - 1));
+  }
+  ASERVE_HD static int bits_in(uint32_t word) {
+#if defined(__CUDA_ARCH__)
+    return __popc(word);
+#else
+    return __builtin_popcount(word);
+#endif
+  }
+};
+
+// The row above a row, -1 at a root; and also where it is not before it, so that every walk ends.
+ASERVE_HD int32_t row_above(const int32_t* parents, int32_t row) {
+  return parents[row] < row ? parents[row] : -1;
+}
 
 // How deep a place of a tree is on a path down from its root, -1 if it is not on it. The places of a
 // path ascend.
