@@ -19,6 +19,7 @@ from aserve.tensor.tokens import Seat, Tokens
 
 # Nobody sees it: the error of the draw before has ended the sequence.
 NOTHING_BEFORE = "nothing was drawn before this row"
+ONE_ROW = (0,)  # the path of a row that is no tree
 LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
 
 Head = Callable[[Sequence[int]], Tensor]  # at a leader the logits of its group's rows among these
@@ -70,7 +71,7 @@ class Drawing:
         asked = [self._row(views[place]) for place in own]
         rows = [row for row in asked if isinstance(row, SampleRow)]
         logits_RV = head([last_rows[place] for place in places])
-        assert len(own) == len(logits_RV), (len(own), logits_RV.shape)
+        assert len(own) == logits_RV.shape[0], (len(own), logits_RV.shape)
         if len(rows) < len(own):
             logits_RV = logits_RV[[isinstance(row, SampleRow) for row in asked]]
         found = iter(self._sampler.sample(logits_RV, rows) if rows else ())
@@ -137,7 +138,8 @@ def _tell(told: Told, place: int, found: Sequence[TokenLogprob | None]) -> None:
 
 
 def _result(view: RowsView, drawn: Drawn | None, told: tuple[TokenLogprob, ...] | None) -> Result:
-    seq, path = view.rows.seq, tuple(range(view.n_rows))
+    seq, n_rows = view.rows.seq, len(view.rows.tokens)
+    path = ONE_ROW if n_rows == 1 else tuple(range(n_rows))
     if told is None:
         drawn, told = Drawn(-1, error=NOT_A_NUMBER), ()
     if drawn is None:

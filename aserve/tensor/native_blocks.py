@@ -44,11 +44,11 @@ class NativeBlocks:
         self.team, self.space, self.outputs = team, _native.Workspace(), outputs
 
     def step(self, attend: Attend, rope: RopeTable) -> NativeStep:
-        n_rows, sequences = len(attend.positions_T), len(attend.kv_len_N)
+        n_rows, sequences = attend.positions_T.shape[0], attend.kv_len_N.shape[0]
         page_table, table = attend.page_table_NP, rope.cos_sin_PR
         if page_table.dtype is not _I32 or not page_table.is_contiguous():
             raise ValueError("a page table is int32 and contiguous")
-        if page_table.dim() != 2 or len(page_table) != sequences:
+        if page_table.dim() != 2 or page_table.shape[0] != sequences:
             raise ValueError(f"{sequences} sequences, a page table of {tuple(page_table.shape)}")
         if table.dtype is not _F32 or not table.is_contiguous():
             raise ValueError("a rope table is float32 and contiguous")
@@ -235,8 +235,8 @@ def _pool(layer: KvLayer) -> Pool:
 
 def _addresses(step: BlockStep, x_TH: Tensor) -> tuple[object, ...]:
     assert isinstance(step, NativeStep)
-    if step.n_rows != len(x_TH):
-        raise ValueError(f"{len(x_TH)} rows in a step of {step.n_rows}")
+    if step.n_rows != x_TH.shape[0]:
+        raise ValueError(f"{x_TH.shape[0]} rows in a step of {step.n_rows}")
     return step.addresses
 
 

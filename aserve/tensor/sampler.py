@@ -143,13 +143,8 @@ class NativeSampler:
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Drawn]:
         address, stride, vocab = _checked(logits_RV, len(rows))
-        told = _native.draw(
-            self._team,
-            address,
-            stride,
-            vocab,
-            [row.history.draw(row.position, row.mask) for row in rows],
-        )
+        fields = [row.history.draw(row.position, row.mask) for row in rows]
+        told = _native.draw(self._team, address, stride, vocab, fields)
         drawn = []
         for place, token in enumerate(told):
             if token == -2 and rows[place].history.generated_len < _min_tokens(rows[place]):

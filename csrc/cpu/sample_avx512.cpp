@@ -22,6 +22,8 @@ inline __mmask16 lanes(int64_t left) {
   return left >= 16 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << left) - 1);
 }
 
+constexpr int64_t ahead = 1024;  // floats that are fetched before they are looked at
+
 ASERVE_AVX512 Extent extent(const float* x, int64_t n, float* block_max) {
   const __m512 low = _mm512_set1_ps(lowest);
   __m512 all = low;
@@ -31,6 +33,7 @@ ASERVE_AVX512 Extent extent(const float* x, int64_t n, float* block_max) {
     for (int j = 0; j < 4; ++j) {
       const __mmask16 in = i + block_len <= n ? 0xffff : lanes(n - i - 16 * j);
       v[j] = _mm512_mask_loadu_ps(low, in, x + i + 16 * j);
+      _mm_prefetch(reinterpret_cast<const char*>(x + i + 16 * j + ahead), _MM_HINT_T0);
     }
     nan |= _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q);
     nan |= _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
