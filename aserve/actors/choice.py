@@ -44,6 +44,7 @@ class Choice:
         self._silent_ids = frozenset(tokenizer.eos_ids) - frozenset(params.stop_token_ids)
         self.head = ""  # text that goes before the first: an echoed prompt
         self._begun = False  # what goes with the first tokens has gone
+        self._plain = False  # begun, and no stop string to look for
         self._prompt_logprobs: list[TokenLogprob] = []
         self._owes_prompt_logprobs = wants_prompt_logprobs(params) >= 0
 
@@ -56,7 +57,12 @@ class Choice:
 
         Tokens behind a stop string are not shown: they were drawn before it was seen.
         """
-        assert not self.ended
+        assert self.finish_reason is None
+        tokens = output.tokens
+        if self._plain and output.finish_reason is None and len(tokens) == 1:
+            self.tokens_len += 1
+            self.stream.put(self.index, self._detokenizer.push(tokens), tokens, output.logprobs)
+            return None
         self.cached_len = max(self.cached_len, output.cached_len)
         self._prompt_logprobs.extend(output.prompt_logprobs)
         if not output.tokens and output.finish_reason is None:
@@ -100,6 +106,7 @@ class Choice:
             pending.prompt_logprobs = (None, *self._prompt_logprobs)
             self._owes_prompt_logprobs = False
         self._begun = self._begun or bool(tokens)
+        self._plain = self._begun and self._stops is None
         self.tokens_len += len(tokens)
         pending.text += (self._take_head(), text)
         pending.token_ids.extend(tokens)

@@ -4,7 +4,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -98,6 +98,10 @@ class Engine:
     def ready(self) -> bool:
         """Requests are being answered: every rank serves, and no shutdown has begun."""
         return self._supervisor.state is State.SERVING and not self._draining
+
+    def on_delivered(self, call: Callable[[], None]) -> None:
+        """`call` behind the last delta of every step: what a `Shortcut` took may go out now."""
+        self._leader.delivered = call
 
     @property
     def state(self) -> State:

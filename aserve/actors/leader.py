@@ -6,7 +6,7 @@ it: `run` serves one start of them, `reset` forgets what they had not answered.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
@@ -38,6 +38,7 @@ class Leader:
         self.planner = planner
         self.meters = Meters(world)
         self.failure: str | None = None
+        self.delivered: Callable[[], None] = lambda: None  # called behind a step's last delta
         self.awaited: dict[int, Awaited] = {}
         self._world = world
         self._in_flight_max = in_flight_max
@@ -153,7 +154,8 @@ class Leader:
                 while (plan := self.planner.plan()) is not None:
                     plane.send_nowait(plan)
                     self.awaited[plan.step] = Awaited(plan, self._world)
-                    await self._let_rank_start()
+                    if len(self.awaited) == 1:
+                        await self._let_rank_start()
                 delivered = self._deliver()
                 if len(self.awaited) >= self._in_flight_max:
                     self._report(await plane.reports.receive())
@@ -166,7 +168,8 @@ class Leader:
             self._deliver()  # the planner counts these tokens as given out
 
     async def _let_rank_start(self) -> None:
-        """Only then are deltas made, beside the step instead of before it.
+        """Only then are deltas made, beside the step instead of before it; where another step is
+        being computed they are anyway.
 
         The rank stands in the next round of tasks, on either side of us: after two it has run.
         """
@@ -200,30 +203,36 @@ class Leader:
         if not outputs:
             return False
         now = time.monotonic()
+        gaps: dict[float, int] = {}  # between tokens; most who get one now got the last together
         for output in outputs:
             choice = self._choices.get(output.seq)
             if choice is None:
                 continue  # aborted while its step was computed
-            self._measure(choice, output, now)
+            if output.tokens:
+                gap = self._gap(choice, output, now)
+                gaps[gap] = gaps.get(gap, 0) + 1
             if choice.push(output) is not None:
                 self.planner.finish(output.seq, "stop")
-            if choice.ended:
+            if choice.finish_reason is not None:
                 self._settle(choice)
+        self.delivered()
+        for gap, times in gaps.items():
+            if gap >= 0:
+                self.meters.inter_token_s.observe(gap, times)
         self._announce()
         return True
 
-    def _measure(self, choice: Choice, output: Output, now: float) -> None:
-        if not output.tokens:
-            return
-        meters = self.meters
-        if choice.first_at is None:
-            choice.first_at = now
-            meters.ttft_s.observe(now - choice.started_at)
-            meters.cached_tokens += output.cached_len
-        else:
-            meters.inter_token_s.observe((now - choice.last_at) / len(output.tokens))
+    def _gap(self, choice: Choice, output: Output, now: float) -> float:
+        """Seconds for each of its tokens since those before; -1: these are the first."""
+        n_tokens, last_at = len(output.tokens), choice.last_at
+        self.meters.generation_tokens += n_tokens
         choice.last_at = now
-        meters.generation_tokens += len(output.tokens)
+        if choice.first_at is not None:
+            return (now - last_at) / n_tokens
+        choice.first_at = now
+        self.meters.ttft_s.observe(now - choice.started_at)
+        self.meters.cached_tokens += output.cached_len
+        return -1.0
 
     def _end(self, choice: Choice, reason: FinishReason, error: str | None = None) -> None:
         choice.end(reason, error=error)

@@ -38,7 +38,7 @@ class Follower(Protocol):
 
     @property
     def plans(self) -> Any: ...
-    async def report(self, report: StepReport) -> None: ...
+    def report_nowait(self, report: StepReport) -> None: ...
 
 
 class Hidden(Protocol):
@@ -128,8 +128,10 @@ class _Rank:
         self._post: Callable[..., Any] = getattr(compute, "post", partial(Later, compute))
         self._watch = watch
         alone = not (hidden.has_previous or hidden.has_next)
-        self._turns_free = trio.Semaphore(TURNS_MAX if alone else 1)
+        self._turns_max = TURNS_MAX if alone else 1
         self._turns: deque[Turn] = deque()  # in order; the first is computed
+        self._n_unreported = 0  # of the plans taken up
+        self._reported = trio.Event()
         self._news = trio.Event()  # of a turn, or of the end of plans
         self._ended = False
         self._failed = False
@@ -138,7 +140,10 @@ class _Rank:
     async def take_up(self) -> None:
         hidden, watch = self._hidden, self._watch
         async for plan in self._plane.plans:
-            await self._turns_free.acquire()
+            while self._n_unreported >= self._turns_max:
+                self._reported = trio.Event()
+                await self._reported.wait()
+            self._n_unreported += 1
             watch.step = plan.step
             work: Any = self._runner.apply(plan)
             inward = None
@@ -182,9 +187,11 @@ class _Rank:
             waited_s = max(0.0, turn.posted_at - reported_at)
             watch.waited_micros = round(waited_s * 1e6)
             report = msgspec.structs.replace(report, waited_micros=watch.waited_micros)
-            await self._plane.report(report)
+            await trio.lowlevel.checkpoint_if_cancelled()  # the job was waited out
+            self._plane.report_nowait(report)
             reported_at = trio.current_time()
-            self._turns_free.release()
+            self._n_unreported -= 1
+            self._reported.set()
             watch.now(IDLE)
 
     async def _wait_turn(self) -> bool:

@@ -50,8 +50,26 @@ class Chunks(Protocol):
         ...
 
     def write(self, data: bytes) -> None:
-        """Without waiting: what the socket does not take is sent in the background."""
+        """With the next `Outgoing.flush`, which comes before anybody else can write."""
         ...
+
+
+class Outgoing:
+    """Chunks on their way to all clients. They go behind the last one of a step: whoever is told
+    first would otherwise take the core that is to make those of the others.
+    """
+
+    def __init__(self) -> None:
+        self._connections: list[Connection] = []
+
+    def add(self, connection: "Connection") -> None:
+        self._connections.append(connection)
+
+    def flush(self) -> None:
+        """Without waiting: what a socket does not take is sent in the background."""
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.flush()
 
 
 class Inbox:
@@ -216,15 +234,24 @@ class Connection(TCPServer):
     protocol: Http  # type: ignore[assignment]
 
     def __init__(
-        self, app: Any, config: Any, context: Any, stream: trio.SocketStream, *, write_s: float
+        self,
+        app: Any,
+        config: Any,
+        context: Any,
+        stream: trio.SocketStream,
+        outgoing: Outgoing,
+        *,
+        write_s: float,
     ) -> None:
         super().__init__(app, config, context, LifespanState(), cast(Any, stream))
+        self._outgoing = outgoing
         self._write_s = write_s
         self._writing = trio.CancelScope()
         self._reading = trio.CancelScope()
         self._closing = False
         self._answered = False
         self._cut = False
+        self._chunks: list[bytes] = []  # for the next flush
         self._unsent = b""  # of chunks, for `_write` to send first
 
     async def run(self) -> None:
@@ -265,12 +292,19 @@ class Connection(TCPServer):
 
     def write(self, data: bytes) -> None:
         """See `Chunks`."""
+        if not self._chunks:
+            self._outgoing.add(self)
+        self._chunks.append(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def flush(self) -> None:
+        """See `Outgoing`."""
         assert not self._unsent
-        frame = b"%x\r\n%b\r\n" % (len(data), data)
+        frames = b"".join(self._chunks)
+        self._chunks.clear()
         try:
-            self._unsent = frame[os.write(self.stream.socket.fileno(), frame) :]
+            self._unsent = frames[os.write(self.stream.socket.fileno(), frames) :]
         except OSError:  # full or gone: sending it shows which
-            self._unsent = frame
+            self._unsent = frames
         if self._unsent:
             self._task_group.spawn(self._write, b"")
 

@@ -44,7 +44,7 @@ async def open_server(config: Config, *, progress: Progress | None = None) -> As
     """
     sockets = bind(config.server.host, config.server.port)
     service = Service(config)
-    web = Web(build_app(service), config.server)
+    web = Web(build_app(service), config.server, service.outgoing)
     try:
         async with trio.open_nursery() as nursery:
             serving = trio.CancelScope()

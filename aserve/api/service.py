@@ -9,6 +9,7 @@ from aserve.actors.engine import Engine
 from aserve.api.body import Bodies
 from aserve.api.call import Call
 from aserve.api.chunks import Envelope, fingerprint_of
+from aserve.api.connection import Outgoing
 from aserve.api.prompts import Prompts
 from aserve.core.config import Config
 from aserve.core.layout import Grid
@@ -25,6 +26,7 @@ class Service:
         self.phase: Phase = "loading"
         self.bodies = Bodies(config.limits.body_bytes_max, config.server.read_s)
         self.calls: set[Call] = set()
+        self.outgoing = Outgoing()
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self._engine: Engine | None = None
         self._prompts: Prompts | None = None
@@ -33,6 +35,7 @@ class Service:
     def open(self, engine: Engine) -> None:
         self._prompts = Prompts(engine)
         self._engine = engine
+        engine.on_delivered(self.outgoing.flush)
         self.phase = "serving"
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio.worker_context import WorkerContext
 from starlette.types import ASGIApp
 
-from aserve.api.connection import Connection
+from aserve.api.connection import Connection, Outgoing
 from aserve.api.refusal import error_json
 from aserve.core.config import Server
 from aserve.errors import ConfigError, RequestError
@@ -84,8 +84,9 @@ def url_of(sockets: list[socket.socket]) -> str:
 class Web:
     """Accepts connections until told to stop; knows those that are open."""
 
-    def __init__(self, app: ASGIApp, config: Server) -> None:
+    def __init__(self, app: ASGIApp, config: Server, outgoing: Outgoing) -> None:
         self._app = app
+        self._outgoing = outgoing
         self._config = config
         self._context = WorkerContext(None)
         self._listening = trio.CancelScope()
@@ -131,8 +132,14 @@ class Web:
         if len(self._connections) >= self._config.connections_max:
             await _refuse(stream)
             return
-        write_s = self._config.write_s
-        connection = Connection(self._app, self._hypercorn, self._context, stream, write_s=write_s)
+        connection = Connection(
+            self._app,
+            self._hypercorn,
+            self._context,
+            stream,
+            self._outgoing,
+            write_s=self._config.write_s,
+        )
         self._connections.add(connection)
         try:
             await connection.run()

@@ -17,6 +17,8 @@ def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0
         return f"a result for sequence {result.seq} where {rows.seq} was due"
     if result.error is not None:
         return None
+    if _is_plain(rows, result):
+        return _logprobs_objection(sequence, rows, result)
     n_known, n_path = known_rows(rows), len(result.path)
     if n_path < n_known or not _is_path(rows, result.path):
         return f"sequence {rows.seq} kept rows {result.path}, no path through its {n_known} known"
@@ -34,6 +36,18 @@ def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0
         if wrong is not None:
             return f"sequence {rows.seq} {wrong}"
     return _logprobs_objection(sequence, rows, result)
+
+
+def _is_plain(rows: Rows, result: Result) -> bool:
+    """Whether it is what most results are, a token of one row; nothing else is wrong with it."""
+    return (
+        rows.sample
+        and len(rows.tokens) == 1
+        and result.path == (0,)
+        and len(result.tokens) == 1
+        and is_token(result.tokens[0])
+        and not (rows.parents or result.draft_tokens or result.draft_parents)
+    )
 
 
 def _is_path(rows: Rows, path: tuple[int, ...]) -> bool:

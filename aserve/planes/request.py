@@ -279,11 +279,10 @@ class FollowerEnd:
         self._left = False
         self._closed = trio.Event()
 
-    async def report(self, report: StepReport) -> None:
-        """Never waits for room. A leader that is gone is told of by `plans`, not here."""
+    def report_nowait(self, report: StepReport) -> None:
+        """There is room. A leader that is gone is told of by `plans`, not here."""
         assert self._unreported > 0, "a report without a plan"
         assert report.rank == self.rank, (report.rank, self.rank)
-        await trio.lowlevel.checkpoint()
         self._unreported -= 1
         self._say(report)
 

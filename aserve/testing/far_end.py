@@ -28,7 +28,7 @@ async def follow(address: str) -> None:
         end.state = lambda: RankState(0, 1, 2, doing="as it was told")
         await end.ready(Ready(0, 7, "far", 1, ""))
         async for plan in end.plans:
-            await end.report(StepReport(plan.step, 0, 0, (), (), (), 0))
+            end.report_nowait(StepReport(plan.step, 0, 0, (), (), (), 0))
 
 
 async def lead(address: str) -> None:

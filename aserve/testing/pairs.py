@@ -98,7 +98,7 @@ class DownPair:
     async def serve(self) -> None:
         with suppress(RankDied, trio.EndOfChannel):
             async for number in self._to_report:
-                await self._follower.report(report_of(number, 0))
+                self._follower.report_nowait(report_of(number, 0))
                 assert await self._leader.reports.receive() == report_of(number, 0)
                 self._room.release()
 
@@ -131,7 +131,7 @@ class UpPair:
         with trio.CancelScope(shield=True):  # or a plan would be left without its report
             self._leader.send_nowait(plan_of(number, 0))
             assert await self._follower.plans.receive() == plan_of(number, 0)
-            await self._follower.report(report_of(number, size))
+            self._follower.report_nowait(report_of(number, size))
 
     async def receive(self, number: int, size: int) -> None:
         assert await self._leader.reports.receive() == report_of(number, size)

@@ -26,7 +26,12 @@ class Source(Protocol):
 
 
 class Stream(Protocol):
-    """Pieces (not ids) of one text, special tokens already left out."""
+    """Pieces (not ids) of one text, special tokens already left out.
+
+    Where it `holds` nothing, the text of the next piece does not depend on those before.
+    """
+
+    holds: bool
 
     def push(self, token: str) -> str: ...
 
@@ -48,18 +53,26 @@ class Detokenizer:
         self._text_of = pieces.text_of
         self._skip = pieces.special if skip_special else frozenset()
         self._stream = pieces.open(continues)
+        self._whole = pieces.whole[skip_special]
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these ids complete. Ids the tokenizer does not know give nothing."""
         if len(ids) == 1:
-            return self._one(ids[0])
+            text = None if self._stream.holds else self._whole.get(ids[0])
+            return self._one(ids[0]) if text is None else text
         return "".join([self._one(token) for token in ids])
 
     def _one(self, token: int) -> str:
         if token in self._skip:
             return ""
         piece = self._text_of(token)
-        return "" if piece is None else self._stream.push(piece)
+        if piece is None:
+            return ""
+        held = self._stream.holds
+        text = self._stream.push(piece)
+        if not (held or self._stream.holds):
+            self._whole[token] = text
+        return text
 
     def flush(self) -> str:
         """The text of what was held back, replaced where it is no character."""
@@ -74,6 +87,8 @@ class Pieces:
         added = hf.get_added_tokens_decoder()
         self.special = frozenset(token for token, entry in added.items() if entry.special)
         self._texts: dict[int, str | None] = {}
+        # Of tokens met that begin and end between characters; by whether special ones are left out.
+        self.whole: dict[bool, dict[int, str]] = {False: {}, True: {}}
         spec = json.loads(hf.decoder.__getstate__()) if hf.decoder is not None else None
         self._open = _stream_of(spec)
 
@@ -158,24 +173,26 @@ def whole_text(token: str) -> str | None:
 class ByteLevelStream:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._holds = False  # part of a character
+        self.holds = False  # part of a character
 
     def push(self, token: str) -> str:
-        if not self._holds and (whole := whole_text(token)) is not None:
+        if not self.holds and (whole := whole_text(token)) is not None:
             return whole
         text = self._decoder.decode(byte_level(token))
-        self._holds = bool(self._decoder.getstate()[0])
+        self.holds = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
-        self._holds = False
+        self.holds = False
         return text
 
 
 class MetaspaceStream:
     """Spaces are written as a mark; the first piece loses its marks if `strips`."""
+
+    holds = True
 
     def __init__(self, mark: str, strips: bool) -> None:
         self._mark = mark
@@ -197,6 +214,7 @@ class FallbackStream:
     a run has to end before any of its characters is known.
     """
 
+    holds = True
     BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
     def __init__(self, replaces: list[tuple[str, str]], content: str, strip_len: int) -> None:
@@ -239,6 +257,8 @@ class WindowStream:
     `[0, shown)` of the window was shown; it stays as context so that the rest is spelled as in
     mid-text. A tail that ends in a replacement character waits, as it may be half a character.
     """
+
+    holds = True
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         self._decode = decode

@@ -94,7 +94,7 @@ async def test_every_rank_gets_every_plan_and_every_report_comes(opened: Open) -
             for follower in followers:
                 for step in steps:
                     assert await follower.plans.receive() == plan(step)
-                    await follower.report(report(step, follower.rank))
+                    follower.report_nowait(report(step, follower.rank))
             found = [await leader.reports.receive() for _ in range(WORLD * IN_FLIGHT_MAX)]
             for rank in range(WORLD):
                 assert [one for one in found if one.rank == rank] == [
@@ -218,7 +218,7 @@ async def test_what_a_rank_died_of_comes_out_of_reports_behind_its_reports(
         await leader.wait_joined(LIMIT_S)
         leader.send_nowait(plan(0))
         await followers[1].plans.receive()
-        await followers[1].report(report(0, 1))
+        followers[1].report_nowait(report(0, 1))
         followers[1].leave(last_words(error))
         assert await leader.reports.receive() == report(0, 1)
         for _ in range(2):
@@ -323,7 +323,7 @@ async def test_too_many_plans_are_our_bug_and_so_are_too_early_ones() -> None:
         with pytest.raises(AssertionError, match="too many plans"):
             leader.send_nowait(plan(9))
         with pytest.raises(AssertionError):
-            await follower.report(report(0, 1))
+            follower.report_nowait(report(0, 1))
     async with open_leader(Tcp("127.0.0.1", 0), TERMS) as leader:
         with pytest.raises(AssertionError, match="before all ranks are there"):
             leader.send_nowait(plan(0))
@@ -332,7 +332,7 @@ async def test_too_many_plans_are_our_bug_and_so_are_too_early_ones() -> None:
 async def test_a_report_without_a_plan_is_our_bug() -> None:
     async with open_request_plane(1, IN_FLIGHT_MAX) as (_, (follower,)):
         with pytest.raises(AssertionError, match="a report without a plan"):
-            await follower.report(report(0, 0))
+            follower.report_nowait(report(0, 0))
 
 
 async def test_a_leader_that_sends_too_much_is_told_by_the_follower() -> None:
@@ -356,7 +356,7 @@ async def test_a_cut_link_is_told_to_both_ends(autojump_clock: trio.testing.Mock
         leader.send_nowait(plan(0))
         for follower in followers:
             await follower.plans.receive()
-            await follower.report(report(0, follower.rank))
+            follower.report_nowait(report(0, follower.rank))
         assert (await leader.reports.receive()).rank == 0
         with pytest.raises(RankDied, match="rank 1 died: request from rank 1 to the leader: was"):
             await leader.reports.receive()

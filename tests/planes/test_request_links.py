@@ -22,7 +22,7 @@ async def test_what_is_under_way_when_the_other_direction_is_cut_is_lost(
         leader.send_nowait(plan(0))
         leader.send_nowait(plan(1))
         await followers[0].plans.receive()
-        await followers[0].report(report(0, 0))
+        followers[0].report_nowait(report(0, 0))
         with pytest.raises(PeerError, match="was cut"):
             await followers[0].plans.receive()
         await trio.sleep(5)  # the second plan arrives where nobody is
