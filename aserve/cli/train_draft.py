@@ -50,12 +50,18 @@ def add_training_flags(made: CommandParser) -> None:
 
     number("--tokens", int, 1_500_000, "tokens of conversations")
     number("--streams", int, 48, "conversations held at once")
-    number("--rounds", float, 4.0, "how often each is learnt from")
+    number("--rounds", float, 3.0, "how often each is learnt from")
     number("--rate", float, 1e-3, "the highest learning rate")
     number("--batch-rows", int, 2048, "tokens in a step, padding included")
     number("--draft-vocab", int, 4096, "tokens that an EAGLE-3 head can draft, the most frequent")
     number("--inner", int, None, "width of the head's MLP (default: that of the model's)")
     number("--unrolled", int, 3, "steps of EAGLE-3's training-time test")
+    group.add_argument(
+        "--start",
+        default="plain",
+        metavar="plain|last-layer",
+        help="what the head's layer begins as: random, or the model's last one (default: plain)",
+    )
     number("--features-gib", float, 12.0, "disk for what the model makes of the conversations")
     number("--held-out", int, 60, "conversations of its own to measure by, beside 40 questions")
     number("--answer-len", int, 256, "tokens of an answer at most")
@@ -146,6 +152,7 @@ def wish_of(arguments: argparse.Namespace) -> "Wish":
         batch_rows=arguments.batch_rows,
         draft_vocab=arguments.draft_vocab,
         inner=arguments.inner,
+        start=arguments.start,
         unrolled=arguments.unrolled,
         seed=arguments.seed,
         features_gib=arguments.features_gib,

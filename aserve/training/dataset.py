@@ -18,7 +18,7 @@ from aserve.training.objective import Batch
 from aserve.training.target import Seen, Target
 
 ASKED_WEIGHT = 0.3  # of what the target wrote as the user: its own words, but not what is served
-MIXED_FILES = 8  # whose conversations share batches
+MIXED_FILES = 16  # whose conversations share batches
 Place = tuple[int, int]  # (file, conversation in it)
 
 

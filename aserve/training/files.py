@@ -1,4 +1,4 @@
-"""Conversations as tokens in safetensors files of some hundreds each, and files that appear whole.
+"""Conversations as tokens in safetensors files of some dozens each, and files that appear whole.
 
 Nothing here knows what a model is.
 """
@@ -34,23 +34,50 @@ class Conversation:
         return len(self.tokens)
 
 
-def save_conversations(path: pathlib.Path, conversations: Sequence[Conversation]) -> None:
+def save_conversations(
+    path: pathlib.Path, conversations: Sequence[Conversation], numbers: Sequence[int] | None = None
+) -> None:
+    """`numbers` of them, where they are not simply the next ones."""
     none = np.zeros(0, dtype=np.uint8)
     parts = {
         "tokens": np.concatenate([none, *(c.tokens for c in conversations)]).astype(np.int32),
         "writers": np.concatenate([none, *(c.writers for c in conversations)]).astype(np.uint8),
         "lengths": np.array([len(c) for c in conversations], dtype=np.int32),
     }
+    if numbers is not None:
+        parts["numbers"] = np.array(numbers, dtype=np.int64)
     write_whole(path, safetensors.numpy.save(parts))
 
 
 def load_conversations(path: pathlib.Path) -> list[Conversation]:
     """Raises ModelError for a damaged file, or one of another shape."""
+    return _conversations(path, _parts(path))
+
+
+def load_numbered(path: pathlib.Path) -> dict[int, Conversation]:
+    """What was saved with numbers. Raises ModelError as `load_conversations` does."""
+    parts = _parts(path)
+    found, numbers = _conversations(path, parts), parts.get("numbers")
+    if numbers is None or len(numbers) != len(found):
+        raise ModelError(f"{path} holds no numbered conversations")
+    return dict(zip(numbers.tolist(), found, strict=True))
+
+
+Parts = dict[str, npt.NDArray[Any]]
+
+
+def _parts(path: pathlib.Path) -> Parts:
     try:
-        parts = safetensors.numpy.load_file(path)
-        tokens, writers, lengths = parts["tokens"], parts["writers"], parts["lengths"]
-    except (safetensors.SafetensorError, OSError, KeyError) as error:
+        parts: Parts = safetensors.numpy.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
         raise ModelError(f"{path} holds no conversations, or is cut off: {error}") from error
+    return parts
+
+
+def _conversations(path: pathlib.Path, parts: Parts) -> list[Conversation]:
+    if missing := [name for name in ("tokens", "writers", "lengths") if name not in parts]:
+        raise ModelError(f"{path} holds no conversations: it lacks {', '.join(missing)}")
+    tokens, writers, lengths = parts["tokens"], parts["writers"], parts["lengths"]
     if tokens.shape != writers.shape or tokens.ndim != 1 or int(lengths.sum()) != len(tokens):
         raise ModelError(f"{path} holds no conversations: its parts differ in length")
     if not len(lengths):

@@ -20,7 +20,7 @@ from aserve.actors.loading import cores
 from aserve.core.config import Config
 from aserve.errors import ConfigError
 from aserve.models import fetch
-from aserve.models.eagle_loading import load_head
+from aserve.models.eagle_loading import load_head, shared_with
 from aserve.models.registry import Model, load_model, open_checkpoint
 from aserve.models.weights.loader import HEAD, TABLE
 from aserve.tensor.ops import open_ops
@@ -31,11 +31,12 @@ from aserve.training.chatting import Author, Template
 from aserve.training.collecting import Collector, Goal, collected
 from aserve.training.dataset import Dataset, Features, Order, batch_of, frequent_tokens
 from aserve.training.files import Conversation, load_conversations, write_whole
-from aserve.training.network import Network, first_weights
+from aserve.training.network import Network
 from aserve.training.objective import Batch
 from aserve.training.objective import Goal as Objective
 from aserve.training.plan import Folder, Given, Wish, check, given_by
 from aserve.training.prompts import HELD_OUT
+from aserve.training.start import Ends, first_weights, last_layer
 from aserve.training.target import Seen, Target
 from aserve.training.trainer import Progress, Schedule, Trainer, chain_of
 
@@ -64,7 +65,7 @@ def make_head(wish: Wish, config: Config, watch: Watch) -> Made:
     path = fetch.resolve(config.model.path, watch)
     tokenizer = load_tokenizer(path, config.model.chat_template)
     Template(tokenizer)
-    folder.claim(wish, config.model.path)
+    folder.claim(wish, config.model)
     files = _conversations(wish, config, given, folder, watch)
     held_out = [one for file in files[1] for one in load_conversations(file)]
     with _threads(config.compute.threads or cores()) as threads:
@@ -137,6 +138,7 @@ class Workshop:
             self.head = self.table
             if not self.spec.tied:
                 self.head = source.read(HEAD, shape, torch.bfloat16).clone()
+            self.last = last_layer(source, self.spec) if wish.start == "last-layer" else None
 
     def make(
         self,
@@ -159,19 +161,21 @@ class Workshop:
         usable_V = torch.ones(self.spec.vocab, dtype=torch.bool)
         if ids_D is not None:
             usable_V = torch.zeros_like(usable_V).index_fill(0, ids_D, True)
-        features = Features(folder.features, target, int(wish.features_gib * (1 << 30)))
+        features = Features(
+            folder.features(wish.method), target, int(wish.features_gib * (1 << 30))
+        )
         order = Order(wish.seed, wish.batch_rows, wish.manner.tokens_max)
         data = Dataset(files, features, order, usable_V)
         head_VH = self.head if ids_D is None else self.head[ids_D].clone()
         network = Network(spec, self.table)
         goal = Objective(network, head_VH, 1 if is_eagle else wish.unrolled)
         generator = torch.Generator().manual_seed(wish.seed)
-        weights = first_weights(spec, self.model.norm, head_VH, generator)
+        weights = first_weights(spec, Ends(self.model.norm, head_VH, self.last), generator)
         schedule = Schedule(wish.rounds, wish.rate, wish.seed)
         trainer = Trainer(goal, weights, data, schedule, folder.checkpoint)
         self.watch(0, 0, "reading the held-out conversations")
         texts = _seen(target, held_out)
-        batches = [batch_of([text], usable_V) for text in texts[-LIVE_TEXTS:]]
+        batches = [batch_of([text], usable_V) for text in texts[:: -(-len(texts) // LIVE_TEXTS)]]
         trainer.run(_Live(self.watch, trainer, Sight(batches, ids_D, folder.log)))
         size = card.save_head(folder.path, config, trainer.weights, ids_D)
         return self._measured(folder, texts, given, (size, trainer))
@@ -181,7 +185,8 @@ class Workshop:
     ) -> Made:
         size, trainer = made
         self.watch(0, 0, "measuring on the held-out conversations")
-        measured = measure_head(folder.path, self.model, groups_of(texts, given))
+        head = load_head(folder.path, shared_with(self.model), self.ops)
+        measured = {name: measure_all(head, some) for name, some in groups_of(texts, given).items()}
         facts = card.Facts(
             target=self.config.model.name or os.path.basename(self.config.model.path.rstrip("/")),
             method=self.wish.method,
@@ -196,12 +201,12 @@ class Workshop:
 
 
 def measure_head(
-    head: str | os.PathLike[str], model: Model, groups: Mapping[str, list[Held]]
-) -> dict[str, dict[str, Measured]]:
-    """Of a head in a folder, whoever trained it: for each group of texts that `model` said
-    greedily, each shape of tree."""
-    loaded = load_head(head, Target(model, ()).shared, model.ops)
-    return {name: measure_all(loaded, texts) for name, texts in groups.items()}
+    head: str | os.PathLike[str], model: Model, conversations: list[Conversation]
+) -> dict[str, Measured]:
+    """Of a head in a folder, whoever trained it, each shape of tree, on the last answers of
+    conversations that `model` answered greedily."""
+    loaded = load_head(head, shared_with(model), model.ops)
+    return measure_all(loaded, _seen(Target(model, loaded.spec.captured), conversations))
 
 
 def groups_of(texts: list[Held], given: Given) -> dict[str, list[Held]]:
@@ -259,7 +264,17 @@ class _Live:
 def command_of(wish: Wish, config: Config) -> str:
     parts = ["aserve train-draft", config.model.path, f"--method {wish.method}"]
     plain = Wish(method=wish.method, out=wish.out)
-    for name in ("data", "tokens", "rounds", "rate", "batch_rows", "draft_vocab", "inner", "seed"):
+    for name in (
+        "data",
+        "tokens",
+        "rounds",
+        "rate",
+        "batch_rows",
+        "draft_vocab",
+        "inner",
+        "start",
+        "seed",
+    ):
         value = getattr(wish, name)
         if value != getattr(plain, name):
             parts.append(f"--{name.replace('_', '-')} {value}")

@@ -14,7 +14,6 @@ from aserve.models.eagle_spec import HeadSpec
 from aserve.tensor.rope import inv_freq
 
 Weights = dict[str, Tensor]
-SMALL = 0.1  # of projections that add to the residual stream, at first
 
 
 class Network:
@@ -25,8 +24,7 @@ class Network:
         layers = spec.layers
         self.frequencies, self.factor = inv_freq(layers.rope, layers.head_dim)
         self.at, self.eps = spec.prefix, layers.eps
-        self.groups, self.dim = layers.kv_heads, layers.head_dim
-        self.each = layers.heads // layers.kv_heads  # query heads of a KV head
+        self.dim = layers.head_dim
 
     def start(self, w: Weights, features: Tensor) -> Tensor:
         """As `DraftHead.start`."""
@@ -67,31 +65,31 @@ class Network:
         return hidden, torch.cat(both, -1)
 
     def _project(self, w: Weights, into: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, G, R, T, D]; k and v [B, G, T, D]."""
+        """q [B, heads, T, D]; k and v [B, KV heads, T, D]."""
         batch, rows, _ = into.shape
         at = f"{self.at}self_attn."
-        q, k, v = (functional.linear(into, w[f"{at}{name}_proj.weight"]) for name in "qkv")
+        q, k, v = (
+            functional.linear(into, w[f"{at}{name}_proj.weight"])
+            .view(batch, rows, -1, self.dim)
+            .transpose(1, 2)
+            for name in "qkv"
+        )
         angles = torch.arange(step, step + rows).float()[:, None] * self.frequencies
-        cos, sin = (angles.cos() * self.factor, angles.sin() * self.factor)
-        q = q.view(batch, rows, self.groups, self.each, self.dim).permute(0, 2, 3, 1, 4)
-        k = k.view(batch, rows, self.groups, self.dim).transpose(1, 2)
-        v = v.view(batch, rows, self.groups, self.dim).transpose(1, 2)
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return rotated(q, cos, sin), rotated(k, cos, sin), v
 
     def _attend(self, q: Tensor, keys: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """[B, T, heads * D]."""
-        batch, groups, each, rows, dim = q.shape
-        k, v = keys[0]
-        scores = q.flatten(2, 3) @ k.transpose(-1, -2)
-        scores = scores.view(batch, groups, each, rows, rows).float()
-        later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-        own = [(q * k_own[:, :, None]).sum(-1, keepdim=True).float() for k_own, _ in keys[1:]]
-        weights = (torch.cat([scores, *own], -1) * dim**-0.5).softmax(-1)
-        out = (weights[..., :rows].flatten(2, 3).to(v.dtype) @ v).view(q.shape).float()
-        for number, (_, v_own) in enumerate(keys[1:]):
-            out = out + weights[..., rows + number, None] * v_own[:, :, None]
-        return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, groups * each * dim)
+        """[B, T, heads * D]. Keys of all steps one after the other: of the first a row sees those
+        up to its own place, of each later one its own. The few that are seen of those cost less
+        than scores that somebody has to keep."""
+        rows = q.shape[2]
+        seen = torch.ones(rows, rows, dtype=torch.bool)
+        sees = torch.cat([seen.tril(), *(seen.tril() & seen.triu() for _ in keys[1:])], 1)
+        k, v = (torch.cat(parts, 2) for parts in zip(*keys, strict=True))
+        out = functional.scaled_dot_product_attention(
+            q, k.to(q.dtype), v.to(q.dtype), attn_mask=sees, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(2)
 
     def _leave(self, w: Weights, residual: Tensor, attended: Tensor) -> Tensor:
         at = f"{self.at}mlp."
@@ -105,51 +103,16 @@ class Network:
         """Of the head's own vocabulary; `head_VH` is the target's, for EAGLE."""
         if self.spec.method == "eagle":
             return functional.linear(hidden.to(head_VH.dtype), head_VH).float()
-        return functional.linear(self.norm(hidden, w["norm.weight"]), w["lm_head.weight"]).float()
+        return functional.linear(self.said(w, hidden), w["lm_head.weight"]).float()
+
+    def said(self, w: Weights, hidden: Tensor) -> Tensor:
+        """What the output rows of an EAGLE-3 head are multiplied with."""
+        return self.norm(hidden, w["norm.weight"])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-split pairs of the last dimension, the rest of it as it is."""
     half = cos.shape[-1]
-    x = x.float()
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-
-
-def first_weights(
-    spec: HeadSpec, norm_H: Tensor, head_rows: Tensor, generator: torch.Generator
-) -> Weights:
-    """Where training starts: a head that repeats what the target has last.
-
-    fc lets the highest feature through, norm and output rows are the target's, and what adds to
-    the stream is small. A random head takes most of a short training to get there.
-    """
-    layers, hidden = spec.layers, spec.layers.hidden
-    q_len, kv_len = layers.heads * layers.head_dim, layers.kv_heads * layers.head_dim
-    wide = hidden if spec.method == "eagle" else 2 * hidden
-
-    def random(n: int, k: int, scale: float = 1.0) -> Tensor:
-        return (torch.rand(n, k, generator=generator) * 2 - 1) * (scale * k**-0.5)
-
-    at = spec.prefix
-    w = {
-        f"{at}self_attn.q_proj.weight": random(q_len, wide),
-        f"{at}self_attn.k_proj.weight": random(kv_len, wide),
-        f"{at}self_attn.v_proj.weight": random(kv_len, wide),
-        f"{at}self_attn.o_proj.weight": random(hidden, q_len, SMALL),
-        f"{at}mlp.gate_proj.weight": random(layers.inner, hidden),
-        f"{at}mlp.up_proj.weight": random(layers.inner, hidden),
-        f"{at}mlp.down_proj.weight": random(hidden, layers.inner, SMALL),
-        f"{at}post_attention_layernorm.weight": torch.ones(hidden),
-    }
-    if spec.method == "eagle":
-        w["fc.weight"] = torch.cat((random(hidden, hidden, SMALL), torch.eye(hidden)), 1)
-        return w
-    fc = torch.zeros(hidden, spec.feature_len)
-    fc[:, -spec.target_hidden :] = torch.eye(hidden, spec.target_hidden)
-    w["fc.weight"] = fc
-    w[f"{at}input_layernorm.weight"] = torch.ones(hidden)
-    w[f"{at}hidden_norm.weight"] = torch.ones(hidden)
-    w["norm.weight"] = norm_H.float().clone()
-    w["lm_head.weight"] = head_rows.float().clone()
-    return w
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin, rest.float()), -1)
+    return turned.to(x.dtype)

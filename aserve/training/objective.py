@@ -1,6 +1,7 @@
 """What is minimised: the published losses of EAGLE and EAGLE-3 over one batch of conversations."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,11 +60,9 @@ def eagle3_loss(goal: Goal, w: Weights, batch: Batch) -> Tensor:
     network = goal.network
     counts_BT = _counts(batch)
     where_N2 = counts_BT.nonzero()
-    with torch.no_grad():
-        rows_NH = batch.hidden_BLH[where_N2[:, 0], where_N2[:, 1]]
-        wished_NV = functional.linear(rows_NH.to(goal.head_VH.dtype), goal.head_VH).float()
-        wished_NV = wished_NV.softmax(-1)
-        counts_N = counts_BT[where_N2[:, 0], where_N2[:, 1]]
+    rows_NH = batch.hidden_BLH[where_N2[:, 0], where_N2[:, 1]]
+    wished_NV = likelihoods(rows_NH, goal.head_VH).to(goal.head_VH.dtype)
+    counts_N = counts_BT[where_N2[:, 0], where_N2[:, 1]]
     total = torch.zeros(())
     ids_BT = batch.ids_BL[:, 1:].clamp(min=0)
     steps = network.unroll(w, ids_BT, batch.features_BLF[:, :-1], goal.steps)
@@ -71,10 +70,13 @@ def eagle3_loss(goal: Goal, w: Weights, batch: Batch) -> Tensor:
         rows_N = where_N2[:, 1] - 1 - step
         has_row = rows_N >= 0
         rows_MH = hidden_BTH[where_N2[has_row, 0], rows_N[has_row]]
-        logits_MV = network.logits(w, rows_MH, goal.head_VH)
-        each_M = functional.cross_entropy(logits_MV, wished_NV[has_row], reduction="none")
-        counts_M = counts_N[has_row]
-        mean = (each_M * counts_M).sum() / counts_M.sum().clamp(min=1)
+        counts_M, wished_MV = counts_N[has_row], wished_NV[has_row]
+        mean = SoftCrossEntropy.apply(
+            network.said(w, rows_MH),
+            w["lm_head.weight"],
+            wished_MV.__getitem__,
+            counts_M / counts_M.sum().clamp(min=1),
+        )
         total = total + STEP_DECAY**step * mean
     return total
 
@@ -95,7 +97,12 @@ def eagle_loss(goal: Goal, w: Weights, batch: Batch, generator: torch.Generator)
     each_N = functional.smooth_l1_loss(rows_NH, wished_NH, reduction="none").mean(-1)
     total = counts_N.sum().clamp(min=1)
     regression = (each_N * counts_N).sum() / total
-    apart = SoftCrossEntropy.apply(rows_NH, wished_NH, goal.head_VH, counts_N / total)
+    apart = SoftCrossEntropy.apply(
+        rows_NH,
+        goal.head_VH,
+        lambda part: likelihoods(wished_NH[part], goal.head_VH),
+        counts_N / total,
+    )
     return REGRESSION * regression + DISTILLATION * apart
 
 
@@ -104,28 +111,42 @@ def _counts(batch: Batch) -> Tensor:
     return batch.wanted_BL[:, 1:] * batch.usable_BL[:, :-1]
 
 
+@torch.no_grad()
+def likelihoods(rows_NH: Tensor, head_VH: Tensor) -> Tensor:
+    """float32 [N, V] of the tokens whose output rows these are."""
+    return functional.linear(rows_NH.to(head_VH.dtype), head_VH).float().softmax(-1)
+
+
 class SoftCrossEntropy(torch.autograd.Function):
-    """sum_n counts_n CE(softmax(head wished_n), head rows_n), a few rows at a time: the logits of
-    all rows over the whole vocabulary would fill the memory. No gradient but that of `rows`."""
+    """sum_n counts_n CE(p_n, softmax(weight rows_n)), a few rows at a time: logits of all of them
+    would fill the memory, or at least no cache. `p_of` gives p of a slice of rows. Gradients of
+    `rows` and `weight` alone."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, wished: Tensor, head_VH: Tensor, counts: Tensor) -> Tensor:
-        total, gradients = torch.zeros(()), torch.empty_like(rows)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, p_of: Callable[[slice], Tensor], counts: Tensor
+    ) -> Tensor:
+        half = torch.bfloat16 if torch.is_autocast_enabled("cpu") else rows.dtype
+        weight_VH, is_learnt = weight.to(half), weight.requires_grad
+        total, of_rows = torch.zeros(()), torch.empty_like(rows)
+        of_weight = torch.zeros_like(weight) if is_learnt else None
         for start in range(0, len(rows), CHUNK):
             part = slice(start, start + CHUNK)
-            p = functional.linear(wished[part].to(head_VH.dtype), head_VH).float().softmax(-1)
-            log_q = functional.linear(rows[part].to(head_VH.dtype), head_VH).float()
-            log_q = log_q.log_softmax(-1)
-            total = total - ((p * log_q).sum(-1) * counts[part]).sum()
-            apart = (log_q.exp() - p) * counts[part, None]
-            gradients[part] = (apart.to(head_VH.dtype) @ head_VH).float()
-        ctx.save_for_backward(gradients)
+            rows_NH, p_NV = rows[part].to(half), p_of(part).float()
+            log_q = (rows_NH @ weight_VH.T).float().log_softmax(-1)
+            total -= torch.linalg.vecdot(p_NV, log_q) @ counts[part]
+            apart = log_q.exp_().sub_(p_NV).mul_(counts[part, None]).to(half)
+            of_rows[part] = apart @ weight_VH
+            if of_weight is not None:
+                of_weight += apart.T @ rows_NH
+        ctx.save_for_backward(of_rows, of_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradients,) = ctx.saved_tensors
-        return gradients * grads[0], None, None, None
+        of_rows, of_weight = ctx.saved_tensors
+        of_weight = None if of_weight is None else of_weight * grads[0]
+        return of_rows * grads[0], of_weight, None, None
 
 
 @torch.no_grad()

@@ -7,11 +7,13 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from aserve.core.config import Model
 from aserve.errors import ConfigError
 from aserve.models.eagle_spec import Method
 from aserve.training.chatting import Manner, Messages
 from aserve.training.files import read_questions, write_whole
 from aserve.training.prompts import HELD_OUT
+from aserve.training.start import STARTS, Start
 
 METHODS: tuple[Method, ...] = ("eagle", "eagle3")
 HELD_OUT_SHARE, HELD_OUT_MAX = 20, 64  # one in so many lines of a file, at most so many
@@ -34,11 +36,12 @@ class Wish:
     data: str | None = None
     tokens: int = 1_500_000
     streams: int = 48
-    rounds: float = 4.0
+    rounds: float = 3.0
     rate: float = 1e-3
     batch_rows: int = 2048
     draft_vocab: int = 4096
     inner: int | None = None
+    start: Start = "plain"
     unrolled: int = 3
     seed: int = 0
     features_gib: float = 12.0
@@ -51,6 +54,8 @@ def check(wish: Wish) -> None:
     found = []
     if wish.method not in METHODS:
         found.append(f"--method is {wish.method!r}: use one of {', '.join(METHODS)}")
+    if wish.start not in STARTS:
+        found.append(f"--start is {wish.start!r}: use one of {', '.join(STARTS)}")
     for name in ("tokens", "streams", "batch_rows", "draft_vocab", "unrolled"):
         if getattr(wish, name) < 1:
             found.append(f"--{name.replace('_', '-')} is {getattr(wish, name)}: at least 1")
@@ -78,14 +83,18 @@ class Folder:
             reason = error.strerror or str(error)
             raise ConfigError(f"--out {out} cannot be written: {reason}") from error
         self.tokens, self.held_out = self.work / "tokens", self.work / "held_out"
-        self.features = self.work / "features"
         self.checkpoint = self.work / "checkpoint.safetensors"
         self.log = self.work / "log.jsonl"
 
-    def claim(self, wish: Wish, model: str) -> None:
+    def features(self, method: Method) -> pathlib.Path:
+        """Of the conversations; heads of another kind take other ones."""
+        return self.work / f"features-{method}"
+
+    def claim(self, wish: Wish, model: Model) -> None:
         """Raises ConfigError if conversations of another kind are in it."""
         facts = {
-            "model": model,
+            "model": model.path,
+            "weights": f"{model.weights}, {model.dtype}",
             "data": None if wish.data is None else _digest(wish.data),
             "own_held_out": wish.own_held_out,
             "manner": json.loads(json.dumps(dataclasses.asdict(wish.manner))),

@@ -43,6 +43,10 @@ def content(files: list[pathlib.Path]) -> list[list[int]]:
     return [one.tokens.tolist() for path in files for one in load_conversations(path)]
 
 
+def token_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("0*.safetensors"))
+
+
 def names(folder: pathlib.Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -71,7 +75,7 @@ async def test_an_interrupted_run_goes_on_from_whole_files(
     with trio.move_on_after(1.0):
         await Collector(tmp_path, GOAL, slow.write, lambda n: None).run()
     assert collected(tmp_path, GOAL) is None
-    kept = names(tmp_path)
+    kept, first = names(tmp_path), slow.written
     assert kept
     again, told = Slow(2), list[int]()
     files = await Collector(tmp_path, GOAL, again.write, told.append).run()
@@ -80,6 +84,8 @@ async def test_an_interrupted_run_goes_on_from_whole_files(
         await Collector(tmp_path / "whole", GOAL, Slow(3).write, lambda n: None).run()
     )
     assert told == sorted(told)
+    # Nothing is written twice but what was being written when it was interrupted.
+    assert first + again.written <= 4 * len(token_files(tmp_path)) + 2 * GOAL.streams
     last = Slow(4)
     assert await Collector(tmp_path, GOAL, last.write, lambda n: None).run() == files
     assert last.written == 0
@@ -108,7 +114,7 @@ def test_a_damaged_file_is_named(tmp_path: pathlib.Path) -> None:
         load_conversations(path)
     parts = {"tokens": np.zeros(3, np.int32), "writers": np.zeros(3, np.uint8)}
     safetensors.numpy.save_file(parts, path)
-    with pytest.raises(ModelError, match="lengths"):
+    with pytest.raises(ModelError, match="it lacks lengths"):
         load_conversations(path)
     parts["lengths"] = np.array([1, 1], np.int32)
     safetensors.numpy.save_file(parts, path)

@@ -14,6 +14,9 @@ from aserve.models.eagle_loading import load_head, shared_with
 from aserve.models.registry import load_model
 from aserve.tensor.ops import open_ops
 from aserve.testing.tiny import write_tiny_model
+from aserve.training.acceptance import SHAPES
+from aserve.training.files import ANSWER, load_conversations
+from aserve.training.making import measure_head
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +75,7 @@ def test_the_same_command_again_has_nothing_left_to_do(
 ) -> None:
     model, folder = trained
     copy = pathlib.Path(shutil.copytree(folder, tmp_path / "head"))
-    shutil.rmtree(copy / "work" / "features")
+    shutil.rmtree(copy / "work" / "features-eagle3")
     for name in ("model.safetensors", "config.json", "README.md"):
         (copy / name).unlink()
     assert train(model, copy, "--method", "eagle3") == 0
@@ -96,6 +99,36 @@ def test_an_eagle_head_from_the_conversations_of_another(
     assert head.spec.method == "eagle"
 
 
+def test_a_head_may_begin_as_the_last_layer_of_its_model(
+    trained: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    model, folder = trained
+    for name in ("tokens", "held_out"):
+        shutil.copytree(folder / "work" / name, tmp_path / "head" / "work" / name)
+    flags = ("--method", "eagle3", "--start", "last-layer", "--rate", "1e-9")
+    assert train(model, tmp_path / "head", *flags) == 0
+    ours, theirs = tensors(tmp_path / "head"), tensors(model)
+    layer = "model.layers.1."
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "post_attention_layernorm"):
+        name = f"{name}.weight"
+        torch.testing.assert_close(ours[f"midlayer.{name}"], theirs[layer + name])
+    for name in ("q", "k", "v"):
+        name = f"self_attn.{name}_proj.weight"
+        torch.testing.assert_close(ours[f"midlayer.{name}"][:, 64:], theirs[layer + name])
+    norm = theirs[layer + "input_layernorm.weight"]
+    torch.testing.assert_close(ours["midlayer.hidden_norm.weight"], norm)
+
+
+def test_a_head_is_measured_by_itself(trained: tuple[pathlib.Path, pathlib.Path]) -> None:
+    model, folder = trained
+    loaded = load_model(model, ops=open_ops("native", 1, fused=False))
+    conversations = load_conversations(folder / "work" / "held_out" / "00000.safetensors")
+    found = measure_head(folder, loaded, conversations)
+    assert set(found) == set(SHAPES)
+    answered = sum(max(0, int((one.writers == ANSWER).sum()) - 1) for one in conversations)
+    assert {one.tokens for one in found.values()} == {answered}
+
+
 def test_conversations_of_a_file(
     trained: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
@@ -117,6 +150,7 @@ def test_conversations_of_a_file(
         (("--method", "medusa"), "--method is 'medusa': use one of eagle, eagle3"),
         (("--method", "eagle3", "--tokens", "0"), "--tokens is 0: at least 1"),
         (("--method", "eagle3", "--rate", "-1"), "--rate is -1.0"),
+        (("--method", "eagle3", "--start", "cold"), "--start is 'cold'"),
         (("--method", "eagle3", "--data", "none.jsonl"), "none.jsonl cannot be read"),
         (("--method", "eagle3", "--seed", "9"), "conversations of another training"),
         (("--method", "eagle3", "--rate", "0.5"), "of another training (rate 0.001, now 0.5)"),

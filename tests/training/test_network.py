@@ -8,8 +8,9 @@ from torch.nn import functional
 from aserve.models.eagle_spec import HeadSpec, read_spec
 from aserve.models.registry import load_spec
 from aserve.models.weights.source import Entry
-from aserve.training.network import Network, first_weights
+from aserve.training.network import Network
 from aserve.training.objective import Batch, Goal, SoftCrossEntropy, loss
+from aserve.training.start import Ends, first_weights
 from tests.models import heads
 from tests.models.families import VOCAB, saved
 from tests.training.texts import Oracle
@@ -122,12 +123,13 @@ def test_cross_entropy_in_parts_has_the_gradient_of_the_whole(
     rows = torch.randn(7, 8, generator=generator, requires_grad=True)
     wished, head = torch.randn(7, 8, generator=generator), torch.randn(20, 8, generator=generator)
     counts = torch.rand(7, generator=generator)
-    value = SoftCrossEntropy.apply(rows, wished, head, counts)
-    (gradient,) = torch.autograd.grad(2 * value, rows)
-    p = (wished @ head.T).softmax(-1)
+    head.requires_grad_()
+    p = (wished @ head.T).softmax(-1).detach()
+    value = SoftCrossEntropy.apply(rows, head, p.__getitem__, counts)
+    gradients = torch.autograd.grad(2 * value, (rows, head))
     whole = (functional.cross_entropy(rows @ head.T, p, reduction="none") * counts).sum()
     torch.testing.assert_close(value, whole)
-    torch.testing.assert_close(gradient, torch.autograd.grad(2 * whole, rows)[0])
+    torch.testing.assert_close(gradients, torch.autograd.grad(2 * whole, (rows, head)))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -136,7 +138,7 @@ def test_a_head_starts_as_one_that_repeats_the_target(method: str) -> None:
     spec = spec_of(oracle)
     norm = torch.rand(heads.HIDDEN) + 0.5
     rows = torch.randn(spec.draft_vocab, heads.HIDDEN)
-    weights = first_weights(spec, norm, rows, torch.Generator().manual_seed(0))
+    weights = first_weights(spec, Ends(norm, rows), torch.Generator().manual_seed(0))
     assert {n: w.shape for n, w in weights.items()} == {
         n: w.shape for n, w in oracle.w.items() if n not in ("d2t", "t2d")
     }

@@ -10,8 +10,9 @@ import torch
 from aserve.errors import ConfigError
 from aserve.training.dataset import ASKED_WEIGHT, Dataset, Features, Order, frequent_tokens
 from aserve.training.files import ANSWER, ASKED, GIVEN, Conversation, save_conversations
-from aserve.training.network import Network, first_weights
+from aserve.training.network import Network
 from aserve.training.objective import Goal
+from aserve.training.start import Ends, first_weights
 from aserve.training.target import Seen
 from aserve.training.trainer import Progress, Schedule, Trainer
 from tests.models import heads
@@ -70,7 +71,9 @@ def trainer(
     oracle = Oracle(method)
     spec = spec_of(oracle)
     rows = oracle.target_head.detach()[oracle.ids].bfloat16()
-    weights = first_weights(spec, torch.ones(heads.HIDDEN), rows, torch.Generator().manual_seed(2))
+    weights = first_weights(
+        spec, Ends(torch.ones(heads.HIDDEN), rows), torch.Generator().manual_seed(2)
+    )
     goal = Goal(
         Network(spec, oracle.table.detach().bfloat16()), rows, 2 if method == "eagle3" else 1
     )
