@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aserve.tensor.cuda import CudaOps
 from aserve.tensor.ops import KvLayer
-from aserve.tensor.tree import Beam, Pool, Top, Trees
+from aserve.tensor.tree import Beam, Noise, Pool, Top, Trees
 from aserve.tensor.tree_cuda import CudaTrees
 from aserve.tensor.tree_reference import ReferenceTrees
 from bench.device_cases import Case, Random, close, same
@@ -82,6 +82,23 @@ def likeliest(ops: CudaOps, random: Random) -> float:
     return max(errors)
 
 
+def noisy(ops: CudaOps, random: Random) -> float:
+    trees, errors = CudaTrees(ops), []
+    for m, k in ((1, 1), (64, 8), (1000, 1000)):
+        logits = random.normal(6, 1000) * 3
+        top = TWIN.top(logits, m)
+        noise = Noise(torch.arange(6) - 3, random.order(6), torch.tensor([0, 0.3, 0.7, 1, 1.5, 2]))
+        there = Noise(random.here(noise.seeds_R), random.here(noise.positions_R),
+                      random.here(noise.temperatures_R))  # fmt: skip
+        got, wanted = (
+            trees.under_noise(here(random, top), there, k),
+            TWIN.under_noise(top, noise, k),
+        )
+        errors.append(same(got.tokens_RK, wanted.tokens_RK))
+        errors.append(close(got.logprobs_RK, wanted.logprobs_RK, 1e-5, 1e-5))
+    return max(errors)
+
+
 def walking(ops: CudaOps, random: Random) -> float:
     """Layout, paths, what draws keep, and where its KV goes."""
     trees, sizes = CudaTrees(ops), [0, 1, 40, 17, 64, 130]
@@ -117,5 +134,6 @@ def walking(ops: CudaOps, random: Random) -> float:
 CASES: dict[str, Case] = {
     "tree levels, choice": choosing,
     "tree top": likeliest,
+    "tree noise": noisy,
     "tree layout, walk, moves": walking,
 }

@@ -14,9 +14,9 @@ from aserve.bench.case import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case
 from aserve.core.tree import row_parents
 from aserve.tensor.native import NativeOps
 from aserve.tensor.ops import KvLayer
-from aserve.tensor.tree import Beam, Pool, Top, Trees, open_trees
+from aserve.tensor.tree import Beam, Noise, Pool, Top, Trees, open_trees
 
-K, DEPTH = 8, 7
+K, DEPTH, NOISY = 8, 7, 64
 CANDIDATE_BYTES = 12  # score, token, parent
 BUILD_US, ACCEPT_US = 50.0, 20.0  # what 32 trees of 64 rows may take
 
@@ -82,6 +82,13 @@ def tree(ops: NativeOps) -> Iterator[Case]:
         if tokens == 64:
             logits = torch.randn(n, case.VOCAB) * 3
             yield both(f"top {K} of {n} rows", logits.nbytes, lambda t, x=logits: t.top(x, K))
+            some_tops = native.top(logits, NOISY)
+            noise = Noise(torch.arange(n), torch.arange(n).int(), torch.full((n,), 0.8))
+            yield both(
+                f"noise {NOISY} of {n} rows",
+                n * (8 * (NOISY + K) + 16),
+                lambda t, x=some_tops, noise=noise: t.under_noise(x, noise, K),
+            )
             moved = n * K * K * (8 + CANDIDATE_BYTES)
             yield both(f"level {n}x{K}x{K}", moved, lambda t, some=some: last_level(t, some))
         moved = some.candidates * 8 + some.rows * (2 * CANDIDATE_BYTES + 4 + 12 + 8)

@@ -73,6 +73,10 @@ Logprobs = _struct(
     "logits:* tokens:* logprobs:* top_ids:* top_logprobs:* ok:* logits_stride vocab n top_n",
 )
 TreePool = _struct("aserve_tree_pool", "scores:* tokens:* parents:* capacity n")
+Noise = _struct(
+    "aserve_noise",
+    "logprobs:* tokens:* seeds:* positions:* temperatures:* out_logprobs:* out_tokens:* n m k",
+)
 Expand = _struct(
     "aserve_expand",
     "logprobs:* top_tokens:* beam:* places:* tokens:* rows:* begin beams k width",
@@ -113,6 +117,7 @@ CALLS: dict[str, tuple[type, ...]] = {
     "sum_parts": (Sum,),
     "draw": (Draw,),
     "logprobs": (Logprobs,),
+    "under_noise": (Noise,),
     "expand": (TreePool, Expand),
     "select": (TreePool, Select),
     "lay_out": (LayOut,),
@@ -123,6 +128,7 @@ CALLS: dict[str, tuple[type, ...]] = {
 FLASH_SPLIT = 256  # flash.cuh
 TOP_N_MAX = 128  # sample.cu
 CANDIDATES_MAX = 8192  # tree.cu
+NOISY_MAX = 4096
 
 
 class CudaError(RuntimeError):

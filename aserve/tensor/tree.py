@@ -33,6 +33,15 @@ class Top:
     tokens_RK: Tensor  # int32
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Noise:
+    """What the target's draws of R tokens will be made with (core/noise.py)."""
+
+    seeds_R: Tensor  # int64, the bits of a u64
+    positions_R: Tensor  # int32: where each token will stand
+    temperatures_R: Tensor  # float32; below 1e-5 there is no noise
+
+
 @dataclasses.dataclass(slots=True)
 class Pool:
     """The candidates of N trees, `count` of them each, level after level.
@@ -148,6 +157,15 @@ class Trees(Protocol):
         """By log softmax of float32 logits; `k` is at most the vocabulary."""
         ...
 
+    def under_noise(self, top: Top, noise: Noise, k: int) -> Top:
+        """The first `k` of each row in the order in which the target would draw them, were its
+        logits these: by log-probability / temperature + noise of the token, which is one of the
+        target's vocabulary. Scores are the log softmax of that over the row.
+
+        With the same noise a draft proposes what will be drawn, not only what is likely.
+        """
+        ...
+
     def expand(self, pool: Pool, top: Top, beam: Beam | None = None, width: int = 0) -> Beam:
         """Add the children of a level to the pool, and choose the `width` (0: K) best of them.
 
@@ -209,6 +227,17 @@ def children_of(pool: Pool, top: Top, beam: Beam | None) -> tuple[int, int]:
             f"for {beams} nodes each of {pool.trees} trees"
         )
     return beams, k
+
+
+def noise_shape(top: Top, noise: Noise, k: int) -> tuple[int, int]:
+    """Rows, and tokens of each."""
+    rows, m = top.logprobs_RK.shape
+    parts = noise.seeds_R, noise.positions_R, noise.temperatures_R
+    if top.tokens_RK.shape != (rows, m) or any(x.shape != (rows,) for x in parts):
+        raise ValueError(f"noise of {[tuple(x.shape) for x in parts]} for {rows} rows")
+    if not 1 <= k <= m:
+        raise ValueError(f"{k} of {m} tokens")
+    return rows, m
 
 
 def require_room(pool: Pool, children: int, width: int) -> int:

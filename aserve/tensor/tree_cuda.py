@@ -21,10 +21,12 @@ from aserve.tensor.tree import (
     Beam,
     Drafts,
     Layout,
+    Noise,
     Pool,
     Top,
     budgets_of,
     children_of,
+    noise_shape,
     require_room,
 )
 
@@ -65,6 +67,22 @@ class CudaTrees:
         is_there_RK = ok_R1 & (tokens_RK >= 0)
         logprobs_RK = torch.where(ok_R1, logprobs_RK, float("nan"))
         return Top(logprobs_RK.float(), torch.where(is_there_RK, tokens_RK, place))
+
+    def under_noise(self, top: Top, noise: Noise, k: int) -> Top:
+        rows, m = noise_shape(top, noise, k)
+        if m > abi.NOISY_MAX:
+            raise ValueError(f"noise for {m} tokens of a row, at most {abi.NOISY_MAX}")
+        made = Top(self._ops.empty((rows, k)), self._ops.empty((rows, k), _I32))
+        call = abi.Noise(
+            self._address("scores", top.logprobs_RK, _F32),
+            self._address("tokens", top.tokens_RK, _I32),
+            self._address("seeds", noise.seeds_R, _I64),
+            self._address("positions", noise.positions_R, _I32),
+            self._address("temperatures", noise.temperatures_R, _F32),
+            made.logprobs_RK.data_ptr(), made.tokens_RK.data_ptr(), rows, m, k,
+        )  # fmt: skip
+        self._ops.call("under_noise", call)
+        return made
 
     def expand(self, pool: Pool, top: Top, beam: Beam | None = None, width: int = 0) -> Beam:
         beams, k = children_of(pool, top, beam)

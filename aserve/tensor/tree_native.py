@@ -14,10 +14,12 @@ from aserve.tensor.tree import (
     Beam,
     Drafts,
     Layout,
+    Noise,
     Pool,
     Top,
     budgets_of,
     children_of,
+    noise_shape,
     require_room,
 )
 
@@ -48,6 +50,24 @@ class NativeTrees:
         logits = logits_RV.data_ptr(), logits_RV.stride(0), rows, vocab
         _native.tree_top(self.team, logits, k, scores_RK.data_ptr(), tokens_RK.data_ptr())
         return Top(scores_RK, tokens_RK)
+
+    def under_noise(self, top: Top, noise: Noise, k: int) -> Top:
+        rows, m = noise_shape(top, noise, k)
+        made = Top(_empty((rows, k), dtype=_F32), _empty((rows, k), dtype=_I32))
+        given = (
+            _checked("scores", top.logprobs_RK, _F32),
+            _checked("tokens", top.tokens_RK, _I32),
+            rows,
+            m,
+        )
+        by = (
+            _checked("seeds", noise.seeds_R, _I64),
+            _checked("positions", noise.positions_R, _I32),
+            _checked("temperatures", noise.temperatures_R, _F32),
+        )
+        out = made.logprobs_RK.data_ptr(), made.tokens_RK.data_ptr(), k
+        _native.tree_noise(self.team, given, by, out)
+        return made
 
     def expand(self, pool: Pool, top: Top, beam: Beam | None = None, width: int = 0) -> Beam:
         beams, k = children_of(pool, top, beam)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aserve.core.noise import draw_key, token_bits, uniform
 from aserve.core.tree import depths
 from aserve.tensor.ops import KvLayer, Tree, paths_of, tree_of
 from aserve.tensor.tree import (
@@ -15,14 +16,18 @@ from aserve.tensor.tree import (
     Beam,
     Drafts,
     Layout,
+    Noise,
     Pool,
     Top,
     budgets_of,
     children_of,
+    noise_shape,
     require_room,
 )
 
 Key = tuple[bool, float]
+
+TEMPERATURE_MIN = 1e-5
 
 
 def key_of(score: float) -> Key:
@@ -48,6 +53,25 @@ class ReferenceTrees:
         none_RK = ~scores_RK.isfinite()
         tokens_RK[none_RK] = torch.arange(k).expand_as(tokens_RK)[none_RK]
         return Top(scores_RK.float(), tokens_RK.int())
+
+    def under_noise(self, top: Top, noise: Noise, k: int) -> Top:
+        noise_shape(top, noise, k)
+        scores, tokens = [], []
+        for row, temperature in enumerate(noise.temperatures_R.tolist()):
+            logprobs_M, tokens_M = top.logprobs_RK[row], top.tokens_RK[row]
+            if temperature >= TEMPERATURE_MIN:
+                seed, position = int(noise.seeds_R[row]), int(noise.positions_R[row])
+                bits = [token_bits(draw_key(seed, position), one) for one in tokens_M.tolist()]
+                noise_M = [-math.log(-math.log(uniform(one))) for one in bits]
+                noisy_M = logprobs_M.double() / temperature + torch.tensor(
+                    noise_M, dtype=torch.float64
+                )
+                order = best_of([key_of(score) for score in noisy_M.tolist()], k)
+                logprobs_M, tokens_M = noisy_M.log_softmax(0)[order], tokens_M[order]
+            scores.append(logprobs_M[:k].float())
+            tokens.append(tokens_M[:k])
+        none = torch.empty(0, k)
+        return Top(torch.stack(scores), torch.stack(tokens)) if scores else Top(none, none.int())
 
     def expand(self, pool: Pool, top: Top, beam: Beam | None = None, width: int = 0) -> Beam:
         beams, k = children_of(pool, top, beam)

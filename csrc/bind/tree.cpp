@@ -51,6 +51,23 @@ void run_top(Team& team, const py::tuple& logits, int64_t k, Address scores, Add
   }
 }
 
+// top: (logprobs, tokens, rows, m); noise: (seeds, positions, temperatures); out: (logprobs, tokens, k).
+void run_noise(Team& team, const py::tuple& top, const py::tuple& noise, const py::tuple& out) {
+  TreeNoise c{};
+  c.logprobs = at<const float>(top[0].cast<Address>());
+  c.tokens = at<const int32_t>(top[1].cast<Address>());
+  c.n = top[2].cast<int64_t>();
+  c.m = top[3].cast<int64_t>();
+  c.seeds = at<const uint64_t>(noise[0].cast<Address>());
+  c.positions = at<const int32_t>(noise[1].cast<Address>());
+  c.temperatures = at<const float>(noise[2].cast<Address>());
+  c.out_logprobs = at<float>(out[0].cast<Address>());
+  c.out_tokens = at<int32_t>(out[1].cast<Address>());
+  c.k = out[2].cast<int64_t>();
+  require(c.k >= 1 && c.k <= c.m, "k is outside [1, tokens of a row]");
+  unlocked(c.n * c.m * 16, [&] { under_noise(team, c); });
+}
+
 // top: (logprobs, tokens, beams, k, beam or 0); out: (places, tokens, rows, width).
 void run_expand(Team& team, const py::tuple& pool, int64_t begin, const py::tuple& top,
                 const py::tuple& out) {
@@ -161,6 +178,7 @@ void run_accept(const py::tuple& rows, const py::tuple& given, const py::tuple& 
 
 void bind_tree(py::module_& module) {
   module.def("tree_top", &run_top);
+  module.def("tree_noise", &run_noise);
   module.def("tree_expand", &run_expand);
   module.def("tree_select", &run_select);
   module.def("tree_words", &run_words);

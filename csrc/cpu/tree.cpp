@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "aserve/cpu.h"
@@ -61,6 +62,34 @@ void expand_tree(const TreeExpand& c, int64_t tree, Candidate* best) {
     c.places[to] = static_cast<int32_t>(c.begin + place);
     c.tokens[to] = tokens[place];
     c.rows[to] = static_cast<int32_t>(tree * c.beams + place / c.k);
+  }
+}
+
+// NaN has the order it came in, behind all numbers.
+void rerank_row(const TreeNoise& c, int64_t row, std::vector<double>& scores,
+                std::vector<int32_t>& order) {
+  const float *logprobs = c.logprobs + row * c.m, temperature = c.temperatures[row];
+  const int32_t* tokens = c.tokens + row * c.m;
+  float* out_logprobs = c.out_logprobs + row * c.k;
+  int32_t* out_tokens = c.out_tokens + row * c.k;
+  if (!(temperature >= temperature_min)) {
+    std::copy_n(logprobs, c.k, out_logprobs);
+    std::copy_n(tokens, c.k, out_tokens);
+    return;
+  }
+  const uint64_t key = draw_key(c.seeds[row], static_cast<uint64_t>(c.positions[row]));
+  double most = -HUGE_VAL, total = 0;
+  for (int64_t i = 0; i < c.m; ++i) {
+    scores[i] = noisy_score(logprobs[i], temperature, key, tokens[i]);
+    order[i] = static_cast<int32_t>(i);
+    if (scores[i] > most) most = scores[i];
+  }
+  for (int64_t i = 0; i < c.m; ++i) total += std::exp(scores[i] - most);
+  std::partial_sort(order.begin(), order.begin() + c.k, order.begin() + c.m,
+                    [&](int32_t a, int32_t b) { return is_likelier(scores[a], a, scores[b], b); });
+  for (int64_t i = 0; i < c.k; ++i) {
+    out_logprobs[i] = static_cast<float>(scores[order[i]] - most - std::log(total));
+    out_tokens[i] = tokens[order[i]];
   }
 }
 
@@ -174,6 +203,19 @@ void expand(Team& team, const TreeExpand& call) {
     static thread_local std::vector<Candidate> best;
     if (static_cast<int64_t>(best.size()) < call.width) best.resize(static_cast<size_t>(call.width));
     expand_tree(call, tree, best.data());
+  });
+}
+
+void under_noise(Team& team, const TreeNoise& call) {
+  constexpr int64_t candidate_cost = 16;  // of two logarithms, beside what other passes do
+  share_trees(team, call.n, call.m * candidate_cost, [&](int64_t row) {
+    static thread_local std::vector<double> scores;
+    static thread_local std::vector<int32_t> order;
+    if (static_cast<int64_t>(scores.size()) < call.m) {
+      scores.resize(static_cast<size_t>(call.m));
+      order.resize(static_cast<size_t>(call.m));
+    }
+    rerank_row(call, row, scores, order);
   });
 }
 

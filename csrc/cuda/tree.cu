@@ -1,6 +1,7 @@
 // Trees of drafts: their levels, the nodes chosen of them, the layout of their rows, what the model's
 // draws keep, and which KV moves for it. A block for each tree: trees have tens of rows.
 #include <climits>
+#include <cmath>
 
 #include "aserve/cuda.cuh"
 #include "aserve/thread_block.cuh"
@@ -8,7 +9,48 @@
 
 namespace aserve {
 
-constexpr int64_t candidates_max = 8192;
+constexpr int64_t candidates_max = 8192, noisy_max = 4096;
+
+struct UnderNoise {
+  static constexpr int threads = 128;
+  aserve_noise call;
+
+  template <class B>
+  ASERVE_DEVICE void operator()(B& block) const {
+    const int64_t row = block.x(), first = row * call.m;
+    const float temperature = call.temperatures[row];
+    const bool noisy = temperature >= temperature_min;
+    const uint64_t key = draw_key(call.seeds[row], static_cast<uint64_t>(call.positions[row]));
+    double* scores = reinterpret_cast<double*>(block.shared);
+    typename B::template Local<double> part(block);
+    block.each([&](int t) {
+      part[t] = -INFINITY;
+      for (int i = t; i < call.m; i += threads) {
+        const float logprob = call.logprobs[first + i];
+        // Without noise the order is that in which they came.
+        scores[i] = noisy ? noisy_score(logprob, temperature, key, call.tokens[first + i]) : -i;
+        if (scores[i] > part[t]) part[t] = scores[i];
+      }
+    });
+    const double most = block.reduce(part, Larger());
+    block.each_alone([&](int t) {
+      part[t] = 0;
+      for (int i = t; i < call.m; i += threads) part[t] += exp(scores[i] - most);
+    });
+    const double whole = most + log(block.reduce(part, Add()));
+    block.each_alone([&](int t) {
+      for (int i = t; i < call.m; i += threads) {
+        int64_t better = 0;
+        for (int j = 0; j < call.m; ++j) better += is_likelier(scores[j], j, scores[i], i);
+        if (better >= call.k) continue;
+        const int64_t to = row * call.k + better;
+        call.out_tokens[to] = call.tokens[first + i];
+        call.out_logprobs[to] =
+            noisy ? static_cast<float>(scores[i] - whole) : call.logprobs[first + i];
+      }
+    });
+  }
+};
 
 struct Expand {
   static constexpr int threads = 128;
@@ -244,6 +286,12 @@ struct Compact {
 }  // namespace aserve
 
 extern "C" {
+
+int aserve_cuda_under_noise(const aserve_noise* call, void* stream) {
+  using namespace aserve;
+  if (call->m > noisy_max) return 1;  // cudaErrorInvalidValue
+  return launch(UnderNoise{*call}, {call->n}, call->m * 8, stream);
+}
 
 int aserve_cuda_expand(const aserve_tree_pool* pool, const aserve_expand* call, void* stream) {
   return aserve::launch(aserve::Expand{*pool, *call}, {pool->n}, 0, stream);

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aserve.tensor.cuda import CudaOps
-from aserve.tensor.tree import Pool, Top
+from aserve.tensor.tree import Noise, Pool, Top
 from aserve.tensor.tree_cuda import CudaTrees
 from aserve.tensor.tree_reference import ReferenceTrees
 from tests.tensor.tree_cases import (
@@ -112,6 +112,20 @@ def test_the_likeliest_are_the_twins(trees: CudaTrees, k: int) -> None:
     torch.testing.assert_close(got.logprobs_RK, wanted.logprobs_RK, equal_nan=True)
 
 
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (40, 1), (40, 8), (300, 300)])
+def test_rows_under_noise_are_the_twins(trees: CudaTrees, m: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    found = (torch.randn(5, 400, generator=generator) * 3).log_softmax(-1).sort(descending=True)
+    top = Top(found.values[:, :m].contiguous(), found.indices[:, :m].int().contiguous())
+    top.logprobs_RK[3, m // 2 :] = -math.inf if m > 1 else 0.0
+    top.logprobs_RK[4] = NAN
+    seeds = torch.tensor([0, 1, -3, 1 << 62, 5])
+    noise = Noise(seeds, ints([1, 2, 3, 4, 5]), torch.tensor([0.0, 0.4, 1.0, 2.0, 0.7]))
+    got, wanted = trees.under_noise(top, noise, k), TWIN.under_noise(top, noise, k)
+    assert torch.equal(got.tokens_RK, wanted.tokens_RK)
+    torch.testing.assert_close(got.logprobs_RK, wanted.logprobs_RK, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_kv_of_paths_moves_in_all_layers(
@@ -150,6 +164,7 @@ def test_misfits_are_refused(trees: CudaTrees) -> None:
     pool = pool_of([[(-1.0, 0, -1), (-2.0, 1, 0)]], spare=0)
     top = Top(torch.zeros(1, 2), ints([0, 1]).view(1, 2))
     two = offsets([2])
+    noise = Noise(torch.zeros(1, dtype=torch.int64), ints([0]), torch.ones(1))
     refusals = {
         "2 more for 2 of 2": lambda: trees.expand(pool, top),
         "want contiguous": lambda: trees.expand(
@@ -160,6 +175,7 @@ def test_misfits_are_refused(trees: CudaTrees) -> None:
             dataclasses.replace(Pool.empty(1, 9000), count=9000), [1]
         ),
         "129 tokens": lambda: trees.top(torch.zeros(1, 400), 129),
+        "5 of 2 tokens": lambda: trees.under_noise(top, noise, 5),
         "begin with 0": lambda: trees.paths(ints([]), ints([])),
         "wants contiguous int32": lambda: trees.accept(two, ints([-1, 0]), two, torch.zeros(2)),
         r"offsets of trees": lambda: trees.lay_out(ints([]), ints([]), ints([])),

@@ -235,6 +235,19 @@ typedef struct {
   int64_t capacity, n;
 } aserve_tree_pool;
 
+// The m <= 4096 likeliest tokens of n rows under the target's noise (tree.h), and the first k of them.
+typedef struct {
+  const float* logprobs;
+  const int32_t* tokens;
+  const uint64_t* seeds;
+  const int32_t* positions;
+  const float* temperatures;
+  float* out_logprobs;
+  int32_t* out_tokens;
+  int64_t n, m, k;
+} aserve_noise;
+int aserve_cuda_under_noise(const aserve_noise* call, void* stream);
+
 // logprobs and top_tokens [n, beams, k] become candidates begin to begin + beams * k of each tree, below
 // its candidates beam [n, beams] or, where that is null, below the root; places, tokens and rows
 // [n, width] are the best of them.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "aserve/index.h"
+#include "aserve/noise.h"
 #include "aserve/team.h"
 #include "aserve/threshold.h"
 
@@ -118,6 +119,33 @@ ASERVE_HD int32_t accept_path(const int32_t* parents, const int32_t* tokens, con
     path[length++] = row;
   }
   return length;
+}
+
+// The m likeliest tokens of each of n rows, put in the order in which the target's own noise would have
+// them, and of those the first k: a token counts logprob / temperature + gumbel, and its score is the
+// log softmax of that over the m. Below temperature_min a row has no noise and stays as it is.
+struct TreeNoise {
+  const float* logprobs;  // [n, m]
+  const int32_t* tokens;
+  const uint64_t* seeds;      // [n], as the next two
+  const int32_t* positions;   // where the token will stand
+  const float* temperatures;
+  float* out_logprobs;  // [n, k]
+  int32_t* out_tokens;
+  int64_t n, m, k;
+};
+void under_noise(Team& team, const TreeNoise& call);
+
+constexpr float temperature_min = 1e-5f;
+// As is_better: NaN is after all numbers.
+ASERVE_HD bool is_likelier(double score, int64_t place, double other, int64_t other_place) {
+  if (score > other || score < other) return score > other;
+  const bool is_number = score == score;
+  return is_number != (other == other) ? is_number : place < other_place;
+}
+ASERVE_HD double noisy_score(float logprob, float temperature, uint64_t key, int32_t token) {
+  const double noise = gumbel_noise(noise_bits(key, static_cast<uint32_t>(token)));
+  return static_cast<double>(logprob) / temperature + noise;
 }
 
 // Candidates of n trees, `capacity` apart. A score is that of the whole path; a parent is the place of
