@@ -212,7 +212,8 @@ class Trees(Protocol):
         """Move rows of KV in all layers, pair by pair in their order; pairs of -1 are left out.
 
         The pairs of sequence n are `starts_M[n]:starts_M[n + 1]`. None reads what one before it has
-        written, and sequences share no slots: so it is with `Accepted` and with `Replica`.
+        written, and sequences share no slots: so it is with `Accepted` and with `Replica`. The same
+        list object is taken to hold the same layers as last time.
         """
         ...
 

@@ -1,10 +1,8 @@
 #include "aserve/tree.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
-#include "aserve/sample.h"
 #include "bind.h"
 
 namespace aserve {
@@ -28,27 +26,18 @@ TreePool tree_pool(const py::tuple& pool) {
           at<int32_t>(pool[2].cast<Address>()), pool[3].cast<int64_t>(), pool[4].cast<int64_t>()};
 }
 
-// logits: (address, stride, rows, vocab). Scores float32 and tokens int32 [rows, k].
-void run_top(Team& team, const py::tuple& logits, int64_t k, Address scores, Address tokens) {
-  const float* x = at<const float>(logits[0].cast<Address>());
-  const int64_t stride = logits[1].cast<int64_t>(), rows = logits[2].cast<int64_t>();
-  const int64_t vocab = logits[3].cast<int64_t>();
-  require(k >= 1 && k <= vocab, "k is outside [1, vocabulary]");
-  std::vector<double> values(static_cast<size_t>(rows * k));
-  std::vector<LogprobRow> calls(static_cast<size_t>(rows));
-  for (int64_t row = 0; row < rows; ++row) {
-    calls[row] = {x + row * stride, 0, k, 0, at<int32_t>(tokens) + row * k, values.data() + row * k,
-                  false};
-  }
-  unlocked(rows * vocab, [&] { logprobs(&team, vocab, calls.data(), rows); });
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t told = calls[row].ok ? calls[row].top_n : 0;
-    for (int64_t i = 0; i < k; ++i) {
-      const double none = calls[row].ok ? -HUGE_VAL : NAN;
-      at<float>(scores)[row * k + i] = static_cast<float>(i < told ? values[row * k + i] : none);
-      if (i >= told) at<int32_t>(tokens)[row * k + i] = static_cast<int32_t>(i);
-    }
-  }
+// logits: (address, stride, rows, vocab).
+void run_top(Team& team, const py::tuple& logits, int64_t k, Address logprobs, Address tokens) {
+  TreeTop c{};
+  c.logits = at<const float>(logits[0].cast<Address>());
+  c.stride = logits[1].cast<int64_t>();
+  c.rows = logits[2].cast<int64_t>();
+  c.vocab = logits[3].cast<int64_t>();
+  c.k = k;
+  require(k >= 1 && k <= c.vocab, "k is outside [1, vocabulary]");
+  c.logprobs = at<float>(logprobs);
+  c.tokens = at<int32_t>(tokens);
+  unlocked(c.rows * c.vocab, [&] { top_tokens(team, c); });
 }
 
 // top: (logprobs, tokens, rows, m); noise: (seeds, positions, temperatures); out: (logprobs, tokens, k).

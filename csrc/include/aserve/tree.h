@@ -121,6 +121,17 @@ ASERVE_HD int32_t accept_path(const int32_t* parents, const int32_t* tokens, con
   return length;
 }
 
+// The k likeliest tokens of each row and the log softmax of them, best first. A row without k finite
+// logits goes on with tokens by place and -inf; one with NaN, +inf or nothing finite has only those, and
+// NaN. The mass of a row is good to mass_error, which is enough for a draft.
+struct TreeTop {
+  const float* logits;  // [rows, vocab], `stride` apart
+  float* logprobs;      // [rows, k]
+  int32_t* tokens;
+  int64_t stride, rows, vocab, k;
+};
+void top_tokens(Team& team, const TreeTop& call);
+
 // The m likeliest tokens of each of n rows, put in the order in which the target's own noise would have
 // them, and of those the first k: a token counts logprob / temperature + gumbel, and its score is the
 // log softmax of that over the m. Below temperature_min a row has no noise and stays as it is.
