@@ -1,5 +1,6 @@
-"""The tensors of one step on one rank: a few numpy calls from the plan, however many rows."""
+"""The tensors of one step on one rank, from its plan: as few calls as there are tensors."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,31 +115,28 @@ class StepInputs:
 
 def _attend(views: Sequence[RowsView], tables: PageTables, tokens: Tokens) -> Attend:
     """Queries are the rank's own rows, keys those of its whole group."""
-    starts = [view.rows.start for view in views]
-    counts = [len(view.rows.tokens) for view in views]
-    kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    counts = [view.n_rows for view in views]
+    kv_lens = [view.kv_len for view in views]
     rows = [tables.update(view.rows.seq, view.state.pages) for view in views]
-    # Weights went through the caches since the last step: few calls, not cheap ones, are fast.
-    start_N, kv_len_N, rows_N = _ints([starts, kv_lens, rows])
-    page_table_NP = tables.gather(rows_N, -(-max(kv_lens, default=1) // tables.page_size))
-    row_start_M: Ints = np.arange(len(views) + 1, dtype=np.int32)
-    places_T, owner_T = start_N, row_start_M[:-1]
-    n_rows = sum(counts)
-    if n_rows != len(views):
-        owner_T = owner_T.repeat(counts)
-        np.cumsum(counts, out=row_start_M[1:])
-        places_T = (start_N - row_start_M[:-1])[owner_T] + np.arange(n_rows, dtype=np.int32)
-    page_T, offset_T = np.divmod(places_T, np.int32(tables.page_size))
-    slots_T = page_table_NP[owner_T, page_T] * np.int32(tables.page_size) + offset_T
+    # Weights went through the caches since the last step: lists are read at once, while every
+    # other call of numpy has to be fetched.
+    kv_len_N, rows_N = _ints([kv_lens, rows])
+    slots_T, positions_T = _ints(
+        [
+            [slot for view in views for slot in view.slots()],
+            [position for view in views for position in view.positions()],
+        ]
+    )
+    row_start_M = _ints(list(itertools.accumulate(counts, initial=0)))
     paths = _paths(views)
-    positions_T = places_T if paths is None else _ints([a for v in views for a in v.positions()])
     if tokens.seat.grid.cp > 1:
         # KV comes from all cp ranks, queries are those rows that were cut for this one.
         slots_T = slots_T[tokens.group_order]
         positions_T = positions_T[tokens.local_order]
         paths = None if paths is None else [paths[row] for row in tokens.local_order.tolist()]
-        local_N = np.bincount(owner_T[tokens.local_order], minlength=len(views))
-        np.cumsum(local_N, out=row_start_M[1:])
+        owner_T = np.repeat(np.arange(len(views)), counts)[tokens.local_order]
+        np.cumsum(np.bincount(owner_T, minlength=len(views)), out=row_start_M[1:])
+    page_table_NP = tables.gather(rows_N, -(-max(kv_lens, default=1) // tables.page_size))
     return Attend(
         slots_T=torch.from_numpy(slots_T),
         positions_T=torch.from_numpy(positions_T),
