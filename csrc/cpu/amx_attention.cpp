@@ -1,8 +1,7 @@
-// Attention on AMX tiles, for bfloat16 and int8 pages. Scores are taken as K Q^T: K rows lie in the
-// pages as the unit wants its left operand, and a softmax over keys then runs down lanes, without a
-// shuffle. Outputs are taken as V^T P^T: a segment's values are turned once, and serve all lanes. For
-// few lanes it is P V, which is the same products and sums.
-// A lane is a (query row, head of the group) pair, sixteen to a tile.
+// Attention on AMX tiles, for bfloat16 and int8 pages. Scores are taken as K Q^T, as K rows lie in the
+// pages as the unit wants its left operand. For many lanes outputs are V^T P^T: a segment's values are
+// turned once and serve all lanes. For few it is P V, of values where they lie.
+// A lane is a (query row, head of the group) pair; up to sixteen make a unit.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -23,14 +22,20 @@ namespace {
 
 #include "attention_fold.inc"
 
-// From so many units of a head on, a segment's values are turned once instead of each one's weights.
-constexpr int64_t units_turned = 4;
+// Up to so many lanes of a head are units of eight.
+constexpr int64_t narrow_most = 32;
 
-// Sixteen lanes of each KV head: of consecutive rows, or of one where each has its own keys.
+// Lanes of each KV head: of consecutive rows, or of one where each has its own keys.
 struct alignas(64) Unit {
   float position[16], first[16];  // keys from first to position are seen
-  int64_t base, n;                // lanes, counted from the task's first row
+  int64_t number, base, n;        // lanes, counted from the task's first row
   int64_t position_min, position_max, first_min, first_max;
+};
+
+// Sixteen keys, or their values.
+struct Tile {
+  const char* at;
+  int64_t stride, step;  // bytes from a key to the next, and from 32 dims to the next
 };
 
 // The task in the units of the loops. dim_pad is dim rounded up to 32, with zeros after dim.
@@ -39,29 +44,31 @@ struct Work {
   const Attention* call;
   int64_t dim, dim_pad, group, head_bytes;
   int64_t units;  // of one KV head
-  int64_t room;   // lanes that a unit has room for in the products: 16, or 4
-  bool woven;     // values are only woven, and it is the weights that are turned
+  int64_t room;   // lanes that a unit has room for: 4, 8 or 16
   float factor;   // scale * log2(e)
-  const int32_t* pages;
   bool in_place;  // sixteen keys of a segment always lie in one page, unpadded
   Unit* unit;
-  char* q;                       // [head][unit][dim_pad / 32][16 pairs][16 lanes][2]
-  float* states;                 // [head][unit][state_len]
-  float* parts;                  // [2][state_len]
-  const char* tile[16];          // of sixteen keys each
-  int64_t tile_stride[16];       // bytes from a key to the next
-  uint16_t* k;                   // [256][dim_pad], where not in place
-  uint16_t* v;                   // [8 groups][dim_pad][32], or [8 groups][16 pairs][dim_pad][2]
-  uint16_t* held;                // [32][dim_pad], values on their way there
-  float *k_scale, *v_scale;      // [256] of int8, or null
-  float* scores;                 // [2][256][16 lanes, or 4]
-  uint16_t* p;                   // [2], see Stage
+  char* q;                   // [head][unit][dim_pad / 32][16 pairs][room][2]
+  float* states;             // [head][unit], of sixteen lanes [max][sum][dim_pad], else their slots
+  float* part;               // of a segment that is to be folded into a state
+  float* parts;              // of units of few lanes: outputs of two groups, then of a segment
+  uint16_t *k, *v;           // copies of a segment's tiles; of many lanes v[8 groups][dim_pad][32]
+  uint16_t* held;            // [32][dim_pad], values on their way there
+  float *k_scale, *v_scale;  // [256] of int8, or null
+  float* scores;             // [256][room]
+  uint16_t* p;               // the weights
+  Tile k_tile[16], v_tile[16];
 
+  // Of 32 keys and sixteen lanes. They are used up before the block after the next is begun.
+  float* scores_of(int64_t group) const { return scores + (group & 3) * 512; }
+  uint16_t* weights_of(int64_t group) const { return p + (dim_pad > 64 ? group : group & 3) * 512; }
   int64_t heads() const { return task->head_end - task->head_begin; }
-  int64_t state_len() const { return (dim_pad + 2) * 16; }
-  int64_t number(int64_t head, int64_t u) const { return (head - task->head_begin) * units + u; }
-  const char* q_of(int64_t head, int64_t u) const { return q + number(head, u) * dim_pad * 32; }
-  float* state_of(int64_t head, int64_t u) const { return states + number(head, u) * state_len(); }
+  int64_t state_len() const { return room == 16 ? (dim_pad + 2) * 16 : room * slot_len(dim); }
+  int64_t place(int64_t head, const Unit* u) const {
+    return (head - task->head_begin) * units + u->number;
+  }
+  char* q_of(int64_t head, const Unit* u) const { return q + place(head, u) * dim_pad * 2 * room; }
+  float* state_of(int64_t head, const Unit* u) const { return states + place(head, u) * state_len(); }
 };
 
 static inline __mmask16 first(int64_t n) {
@@ -74,16 +81,19 @@ static inline __mmask16 first(int64_t n) {
 
 #include "amx_products.inc"
 
+#include "amx_narrow.inc"
+
 static void open_unit(const Work& w, int64_t u) {
   Unit& unit = w.unit[u];
   const int64_t rows = w.task->row_end - w.task->row_begin;
-  const int64_t each = (w.group + 15) / 16;  // units of a row with its own keys
-  unit.base = w.task->by_row ? u / each * w.group + u % each * 16 : u * 16;
+  const int64_t each = ceil_div(w.group, w.room);  // units of a row with its own keys
+  unit.number = u;
+  unit.base = w.task->by_row ? u / each * w.group + u % each * w.room : u * w.room;
   const int64_t end = w.task->by_row ? (u / each + 1) * w.group : rows * w.group;
-  unit.n = std::min<int64_t>(16, end - unit.base);
+  unit.n = std::min(w.room, end - unit.base);
   unit.position_min = unit.first_min = INT64_MAX;
   unit.position_max = unit.first_max = 0;
-  for (int64_t i = 0; i < 16; ++i) {
+  for (int64_t i = 0; i < w.room; ++i) {
     const int64_t lane = unit.base + std::min(i, unit.n - 1);
     const int64_t position = w.call->positions[w.task->row_begin + lane / w.group];
     const int64_t key = w.task->first_key(position);
@@ -97,11 +107,11 @@ static void open_unit(const Work& w, int64_t u) {
 }
 
 // The queries of a unit as pairs of dims by lanes; lanes that do not exist are zero.
-static void load_queries(const Work& w, int64_t head, int64_t u) {
-  const Unit& unit = w.unit[u];
+static void load_queries(const Work& w, int64_t head, const Unit& unit) {
+  char* to = w.q_of(head, &unit);
   for (int64_t d = 0; d < w.dim_pad; d += 32) {
     __m512i r[16];
-    for (int64_t i = 0; i < 16; ++i) {
+    for (int64_t i = 0; i < (w.room == 4 ? 4 : 16); ++i) {
       const int64_t lane = unit.base + i;
       r[i] = _mm512_setzero_si512();
       if (i >= unit.n) continue;
@@ -111,9 +121,19 @@ static void load_queries(const Work& w, int64_t head, int64_t u) {
       const __m512 high = _mm512_maskz_loadu_ps(first(w.dim - d - 16), q + 16);
       r[i] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
+    if (w.room == 4) {
+      turn_four(r, to + d * 8);
+      continue;
+    }
     transpose(r);
-    char* to = w.q + w.number(head, u) * w.dim_pad * 32 + d * 32;
-    for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * 64, r[i]);
+    for (int i = 0; i < 16; ++i) {
+      char* pair = to + d * 2 * w.room + i * 4 * w.room;
+      if (w.room == 16) {
+        _mm512_store_si512(pair, r[i]);
+      } else {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(pair), _mm512_castsi512_si256(r[i]));
+      }
+    }
   }
 }
 
@@ -138,11 +158,14 @@ static void store_lanes(const Work& w, int64_t head, const Unit& unit, const flo
   }
 }
 
-static void close_unit(const Work& w, int64_t head, int64_t u) {
-  const Unit& unit = w.unit[u];
+static void close_unit(const Work& w, int64_t head, const Unit& unit) {
   const AttentionMerge* merge = w.task->merge;
-  float* state = w.state_of(head, u);
   if (unit.first_min >= w.task->key_end) return;  // it saw nothing before its window
+  if (w.room < 16) {
+    close_narrow(w, head, unit);
+    return;
+  }
+  float* state = w.state_of(head, &unit);
   if (merge != nullptr) {
     store_lanes(w, head, unit, state, true,
                 [&](int64_t row, int64_t at) { return merge->at(w.task->slot, row, at); });
@@ -158,180 +181,69 @@ static void close_unit(const Work& w, int64_t head, int64_t u) {
   });
 }
 
-// Units of a task, segment by segment and head by head: each is scored, softened and weighed, three
-// units at a time, one in each stage. Values are laid where they are first softened, over those of
-// the head before, which is weighed just ahead.
-struct Pipeline {
-  Pipeline(Work& work, Stream& rows) : w(work), stream(rows) {}
-
-  Work& w;
-  Stream& stream;
-  Stage stages[3];
-  Stage *softened = nullptr, *weighed = nullptr;
-  int64_t begun = 0;                 // units
-  int64_t laid_item = -1, laid = 0;  // groups of values, of which segment and head
-
-  bool to_slots() const { return w.task->merge != nullptr && !w.task->folds; }
-  bool sees(const Segment& segment, int64_t u) const {
-    const Unit& unit = w.unit[u];
-    return segment.begin <= unit.position_max && segment.begin + segment.n > unit.first_min;
-  }
-  void open(const Segment& segment, int64_t head, int64_t u, Stage& stage) {
-    const Unit& unit = w.unit[u];
-    const int64_t odd = begun++ & 1;
-    stage.segment = &segment;
-    stage.head = head;
-    stage.u = u;
-    stage.item = segment.ordinal * w.heads() + head - w.task->head_begin;
-    stage.begin = segment.begin;
-    stage.n = std::min(segment.n, unit.position_max + 1 - segment.begin);
-    stage.from = std::max<int64_t>(0, unit.first_min - segment.begin) / 32;
-    stage.end = (stage.n + 31) / 32;
-    stage.clear_from = unit.first_max - segment.begin;
-    stage.clear_end = unit.position_min + 1 - segment.begin;
-    stage.is_first = segment.begin <= std::max(unit.first_min, w.task->key_begin);
-    stage.slot = w.task->slot + segment.ordinal;
-    stage.scores = w.scores + odd * key_segment * 16;
-    stage.p = w.p + odd * key_segment * 16;
-    const bool own = stage.is_first && !to_slots();
-    stage.state = own ? w.state_of(head, u) : w.parts + odd * w.state_len();
-    for (V& top : stage.top) top = all(no_max);
-  }
-  void lay_upto(const Stage& stage, int64_t end) {
-    if (laid_item != stage.item) laid = 0;
-    laid_item = stage.item;
-    for (; laid < end; ++laid) {
-      lay_values(w, stage.head, *stage.segment, laid);
-    }
-  }
-  // Any of the three may be missing.
-  void beat(Stage* scored) {
-    if (softened != nullptr) open_softmax(w, *softened);
-    if (weighed != nullptr) open_outputs();
-    const char* q = scored != nullptr ? w.q_of(scored->head, scored->u) : nullptr;
-    for (int64_t g = 0; g < Stream::groups; ++g) {
-      if (scored != nullptr && scored->has(g)) {
-        stream.upto(scored->item, 2 * g);
-        w.woven ? score_woven(w, q, g, scored->scores) : score_turned(w, q, g, scored->scores);
-        find_top(w, *scored, g);
-        stream.upto(scored->item, 2 * g + 1);
-      }
-      if (weighed != nullptr && weighed->has(g)) {
-        w.woven ? weigh_woven(w, weighed->p, g, 0) : weigh_turned(w, weighed->p, g, 0);
-      }
-      if (softened != nullptr && softened->has(g)) {
-        lay_upto(*softened, g + 1);
-        w.room == 4 ? soften_narrow(w, *softened, g) : soften_wide(w, *softened, g);
-      }
-    }
-    if (softened != nullptr) close_softmax(w, *softened);
-    if (weighed != nullptr) settle(*weighed);
-    weighed = softened;
-    softened = scored;
-  }
-  void settle(const Stage& stage) {
-    store_outputs(w, 0, stage.state + 32);
-    for (int64_t d = 64; d < w.dim_pad; d += 64) {
-      open_outputs();
-      for (int64_t g = stage.from; g < stage.end; ++g) {
-        w.woven ? weigh_woven(w, stage.p, g, d) : weigh_turned(w, stage.p, g, d);
-      }
-      store_outputs(w, d, stage.state + 32);
-    }
-    if (to_slots()) {
-      store_lanes(w, stage.head, w.unit[stage.u], stage.state, true,
-                  [&](int64_t row, int64_t at) { return w.task->merge->at(stage.slot, row, at); });
-    } else if (!stage.is_first) {
-      fold_state(w.state_of(stage.head, stage.u), stage.state, w.dim_pad);
-    }
-  }
-  void drain() {
-    while (softened != nullptr || weighed != nullptr) beat(nullptr);
-  }
-  void run(const Segment& segment, int64_t head) {
-    // Of larger heads what is beyond 64 dims is weighed last, when others' values may not be there.
-    if (w.dim_pad > 64) drain();
-    lay_keys(w, head, segment, 0, !w.in_place);
-    for (int64_t u = 0; u < w.units; ++u) {
-      if (!sees(segment, u)) continue;
-      Stage& stage = stages[begun % 3];
-      open(segment, head, u, stage);
-      beat(&stage);
-    }
-  }
-  // Rows that have their own keys from somewhere in the segment on.
-  void run_by_row(const Segment& segment, int64_t head) {
-    Segment own = segment;
-    lay_keys(w, head, segment, 0, !w.in_place);
-    const int64_t each = (w.group + 15) / 16;
-    for (int64_t u = 0; u < w.units; ++u) {
-      if (!sees(segment, u)) continue;
-      Stage& stage = stages[0];
-      open(segment, head, u, stage);
-      const KeyPlaces places = key_places(*w.call, w.task->row_begin + u / each);
-      const int64_t shared = std::max<int64_t>(0, places.start - segment.begin) / 32;
-      const int64_t end = std::min(shared, stage.end);
-      lay_upto(stage, end);
-      own.n = stage.n;
-      find_rows(w, places, shared * 32, own);
-      lay_keys(w, head, own, shared, true);
-      for (int64_t g = shared; g < stage.end; ++g) lay_values(w, head, own, g);
-      laid = Stream::groups;  // these; of the shared ones the next row's still hold
-      beat(&stage);
-      drain();
-      laid = end;
-    }
-  }
-};
-
-static void run(Work& w) {
+static void attend_wide(const Work& w, Stage& stage, Feed& feed) {
+  attend_blocks(w, stage, feed);
   const AttentionTask& task = *w.task;
-  const KeyPlaces plain{nullptr, INT64_MAX};
-  // One that is scored, one whose values are laid, one whose rows are fetched.
-  Segment segments[3];
-  Stream stream{w, segments};
-  const auto open = [&] {
-    const int64_t begin = task.key_begin + stream.opened * key_segment;
-    if (begin >= task.key_end) return;
-    Segment& segment = segments[stream.opened % 3];
-    segment.ordinal = stream.opened++;
-    segment.begin = begin;
-    segment.n = std::min(key_segment, task.key_end - begin);
-    // Of rows with their own keys what is before the tree, and any places after it.
-    find_rows(w, plain, 0, segment);
-  };
-  open();
-  open();
-  stream.upto(0, 0);
-  for (int64_t u = 0; u < w.units; ++u) {
-    for (int64_t head = task.head_begin; head < task.head_end; ++head) load_queries(w, head, u);
-  }
-  Pipeline pipeline(w, stream);
-  for (int64_t i = 0; i < stream.opened; ++i) {
-    const Segment& segment = segments[i % 3];
-    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-      task.by_row ? pipeline.run_by_row(segment, head) : pipeline.run(segment, head);
-    }
-    open();
-  }
-  pipeline.drain();
-  if (task.merge != nullptr && !task.folds) return;
-  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    for (int64_t u = 0; u < w.units; ++u) close_unit(w, head, u);
+  if (task.merge != nullptr && !task.folds) {
+    store_lanes(w, stage.head, *stage.unit, stage.state, true,
+                [&](int64_t row, int64_t at) { return task.merge->at(stage.slot, row, at); });
+  } else if (!stage.is_first) {
+    fold_state(w.state_of(stage.head, stage.unit), stage.state, w.dim_pad);
   }
 }
 
+static void attend_unit(const Work& w, const Segment& segment, int64_t head, const Unit& unit,
+                        Feed& feed) {
+  if (segment.begin > unit.position_max || segment.begin + segment.n <= unit.first_min) return;
+  Stage stage;
+  stage.unit = &unit;
+  stage.head = head;
+  stage.begin = segment.begin;
+  stage.n = std::min(segment.n, unit.position_max + 1 - segment.begin);
+  stage.from = std::max<int64_t>(0, unit.first_min - segment.begin) / 32;
+  stage.end = (stage.n + 31) / 32;
+  stage.clear_from = unit.first_max - segment.begin;
+  stage.clear_end = unit.position_min + 1 - segment.begin;
+  stage.slot = w.task->slot + (segment.begin - w.task->key_begin) / key_segment;
+  stage.is_first = segment.begin <= std::max(unit.first_min, w.task->key_begin);
+  const bool slots = w.task->merge != nullptr && !w.task->folds;
+  stage.state = stage.is_first && !slots ? w.state_of(head, &unit) : w.part;
+  switch (w.room) {
+    case 4: return Narrow<4>::attend(w, stage, feed);
+    case 8: return Narrow<8>::attend(w, stage, feed);
+    default: return attend_wide(w, stage, feed);
+  }
+}
+
+// Rows that have their own keys from somewhere in the segment on.
+static void attend_rows(Work& w, Segment& segment, int64_t head, Feed& feed) {
+  const int64_t each = ceil_div(w.group, w.room), n = segment.n;
+  const KeyPlaces first_row = key_places(*w.call, w.task->row_begin);
+  const int64_t shared = std::max<int64_t>(0, first_row.start - segment.begin) / 32;
+  segment.n = std::min(n, shared * 32);
+  lay(w, head, segment, 0, false);
+  for (int64_t u = 0; u < w.units; ++u) {
+    if (u % each == 0) {
+      segment.n = std::min(n, w.unit[u].position_max + 1 - segment.begin);
+      const KeyPlaces places = key_places(*w.call, w.task->row_begin + u / each);
+      find_rows(*w.call, w.task->sequence, places, shared * 32, segment);
+      lay(w, head, segment, shared, true);
+    }
+    attend_unit(w, segment, head, w.unit[u], feed);
+  }
+  segment.n = n;
+}
+
 static void allot(Work& w) {
-  const int64_t all_units = w.units * (w.task->head_end - w.task->head_begin);
-  const int64_t q_bytes = all_units * w.dim_pad * 32, state_bytes = w.state_len() * 4;
+  const int64_t all_units = w.units * w.heads(), state_bytes = w.state_len() * 4;
+  const int64_t q_bytes = all_units * w.dim_pad * 2 * w.room;
   char* rows = static_cast<char*>(
-      thread_scratch(scratch_rows, q_bytes + (all_units + 2) * state_bytes));
+      thread_scratch(scratch_rows, q_bytes + (all_units + 1) * state_bytes));
   w.q = rows;
   w.states = reinterpret_cast<float*>(rows + q_bytes);
-  w.parts = w.states + all_units * w.state_len();
-  const int64_t value_bytes = key_segment * w.dim_pad * 2;
+  w.part = w.states + all_units * w.state_len();
+  const int64_t value_bytes = key_segment * w.dim_pad * 2, held_bytes = 32 * w.dim_pad * 2;
   char* keys = static_cast<char*>(thread_scratch(scratch_keys, value_bytes + key_segment * 4));
-  const int64_t held_bytes = 32 * w.dim_pad * 2;
   char* values = static_cast<char*>(
       thread_scratch(scratch_values, value_bytes + held_bytes + key_segment * 4));
   w.k = reinterpret_cast<uint16_t*>(keys);
@@ -341,10 +253,66 @@ static void allot(Work& w) {
   const bool scaled = w.call->type == Type::i8;
   w.k_scale = scaled ? reinterpret_cast<float*>(keys + value_bytes) : nullptr;
   w.v_scale = scaled ? reinterpret_cast<float*>(values + value_bytes) : nullptr;
-  w.scores = static_cast<float*>(thread_scratch(scratch_scores, key_segment * 16 * (8 + 4)));
-  w.p = reinterpret_cast<uint16_t*>(w.scores + key_segment * 32);
+  const int64_t part_len = (4 + w.dim_pad / 32) * 256;
+  w.scores = static_cast<float*>(
+      thread_scratch(scratch_scores, (key_segment * 16 * 2 + part_len) * 4));
+  w.p = reinterpret_cast<uint16_t*>(w.scores + key_segment * 16);
+  w.parts = w.scores + key_segment * 32;
   w.unit = static_cast<Unit*>(
       thread_scratch(scratch_out, w.units * static_cast<int64_t>(sizeof(Unit))));
+}
+
+static void open(Work& w, const AttentionTask& task) {
+  const Attention& call = *task.call;
+  w.task = &task;
+  w.call = &call;
+  w.dim = call.dim();
+  w.dim_pad = (w.dim + 31) / 32 * 32;
+  w.head_bytes = call.k_shape.dim * type_bytes(call.type);
+  w.group = task.group();
+  const int64_t rows = task.row_end - task.row_begin;
+  const int64_t lanes = task.by_row ? w.group : rows * w.group;
+  w.room = lanes <= 4 ? 4 : lanes <= narrow_most ? 8 : 16;
+  w.units = task.by_row ? rows * ceil_div(w.group, w.room) : ceil_div(lanes, w.room);
+  w.factor = call.scale * log2_e;
+  w.in_place = call.type == Type::bf16 && call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;
+  allot(w);
+}
+
+static void run(Work& w, Feed& feed) {
+  const AttentionTask& task = *w.task;
+  const int64_t steps = w.heads() * w.units * (w.room < 16 ? 32 : 8);
+  for (int64_t begin = task.key_begin; begin < task.key_end; begin += key_segment) {
+    Segment& segment = feed.take(steps);
+    if (begin == task.key_begin) {
+      for (int64_t u = 0; u < w.units; ++u) {
+        open_unit(w, u);
+        for (int64_t h = task.head_begin; h < task.head_end; ++h) load_queries(w, h, w.unit[u]);
+      }
+    }
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+      if (task.by_row) {
+        attend_rows(w, segment, head, feed);
+        continue;
+      }
+      lay(w, head, segment, 0, false);
+      for (int64_t u = 0; u < w.units; ++u) attend_unit(w, segment, head, w.unit[u], feed);
+    }
+  }
+  if (task.merge != nullptr && !task.folds) return;
+  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+    for (int64_t u = 0; u < w.units; ++u) close_unit(w, head, w.unit[u]);
+  }
+}
+
+static void configure(int64_t room) {
+  if (room < 16) {
+    configure_narrow(room);
+    return;
+  }
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) config.set(i, 16, 64);
+  tile_configure(config);
 }
 
 }  // namespace
@@ -353,28 +321,17 @@ bool amx_attention_fits(const Attention& call) {
   return call.type != Type::f32 && call.dim() % 16 == 0;
 }
 
-void amx_attention(const AttentionTask& task) {
-  const Attention& call = *task.call;
-  Work w{};
-  w.task = &task;
-  w.call = &call;
-  w.dim = call.dim();
-  w.dim_pad = (w.dim + 31) / 32 * 32;
-  w.head_bytes = call.k_shape.dim * type_bytes(call.type);
-  w.group = task.group();
-  const int64_t rows = task.row_end - task.row_begin;
-  w.units = task.by_row ? rows * ceil_div(w.group, 16) : ceil_div(rows * w.group, 16);
-  w.room = w.group <= 4 && (task.by_row || rows * w.group <= 4) ? 4 : 16;
-  w.woven = w.room == 4 || w.units < units_turned;
-  w.factor = call.scale * log2_e;
-  w.pages = call.page_table + task.sequence * call.pages_max;
-  w.in_place = call.type == Type::bf16 && call.k_shape.page_size % 16 == 0 && w.dim == w.dim_pad;
-  allot(w);
-  for (int64_t u = 0; u < w.units; ++u) open_unit(w, u);
+void amx_attention(const AttentionTask* tasks, int64_t n) {
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | 0x8000);  // flush denormal results
-  configure(w);
-  run(w);
+  Feed feed(tasks, n);
+  Work w;
+  int64_t room = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    open(w, tasks[i]);
+    if (w.room != room) configure(room = w.room);
+    run(w, feed);
+  }
   tile_release();
   _mm_setcsr(mode);
 }

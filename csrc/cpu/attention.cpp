@@ -1,8 +1,7 @@
 #include "aserve/attention.h"
 
 #include <algorithm>
-#include <deque>
-#include <memory>
+#include <tuple>
 #include <vector>
 
 #include "kernels.h"
@@ -21,10 +20,12 @@ struct Piece {
   int64_t cost;        // of one head
 };
 
+// Of one call; the memory is kept for the next.
 struct Tasks {
+  std::vector<Piece> pieces;
   std::vector<AttentionTask> tasks;
-  std::deque<AttentionMerge> merges;
-  std::unique_ptr<float[]> slots;
+  std::vector<AttentionMerge> merges;  // as much room as there are pieces: tasks point into it
+  std::vector<int64_t> ends;           // of bundles of tasks
 };
 
 int64_t segment_of(int64_t key) { return key / key_segment; }
@@ -169,8 +170,7 @@ void open_slots(const Attention& call, Tasks& made) {
   int64_t len = 0;
   for (const AttentionMerge& merge : made.merges) len += slots_len(call, merge);
   if (len == 0) return;
-  made.slots.reset(new float[static_cast<size_t>(len)]);
-  float* at = made.slots.get();
+  float* at = static_cast<float*>(thread_scratch(scratch_slots, len * 4));
   for (AttentionMerge& merge : made.merges) {
     merge.slots = at;
     const int64_t own = slots_len(call, merge), step = slot_len(call.dim());
@@ -179,38 +179,65 @@ void open_slots(const Attention& call, Tasks& made) {
   }
 }
 
-Tasks split(const Attention& call, int threads) {
-  std::vector<std::vector<Piece>> of(static_cast<size_t>(call.sequences));
-  int64_t total = 0;
-  for (int64_t n = 0; n < call.sequences; ++n) {
-    std::vector<Piece>& pieces = of[static_cast<size_t>(n)];
-    is_tree(call, n) ? add_tree(call, n, pieces) : add_rows(call, n, threads, pieces);
-    for (const Piece& piece : pieces) total += piece.cost * call.k_shape.heads;
+int64_t whole_cost(const AttentionTask& task) {
+  return cost_of(task) * (task.head_end - task.head_begin);
+}
+
+// The longest first, so that the last to end is short.
+bool before(const AttentionTask& a, const AttentionTask& b) {
+  return std::make_tuple(-whole_cost(a), a.sequence, a.row_begin, a.key_begin, a.head_begin) <
+         std::make_tuple(-whole_cost(b), b.sequence, b.row_begin, b.key_begin, b.head_begin);
+}
+
+// Tasks that a thread takes at once, so that it can fetch the keys of the next while it works: half of
+// a thread's share of what is left.
+void bundle(int64_t threads, Tasks& made) {
+  int64_t left = 0, own = 0;
+  for (const AttentionTask& task : made.tasks) left += whole_cost(task);
+  const int64_t n = static_cast<int64_t>(made.tasks.size());
+  made.ends.clear();
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t next = i + 1 < n ? whole_cost(made.tasks[static_cast<size_t>(i + 1)]) : 0;
+    own += whole_cost(made.tasks[static_cast<size_t>(i)]);
+    if (i + 1 < n && (threads == 1 || (own + next) * 2 * threads <= left)) continue;
+    made.ends.push_back(i + 1);
+    left -= own;
+    own = 0;
   }
-  const int64_t share = threads == 1 ? INT64_MAX / 16 : total / threads;
-  Tasks made;
+}
+
+void split(const Attention& call, int threads, Tasks& made) {
+  made.pieces.clear();
+  made.tasks.clear();
+  made.merges.clear();
   for (int64_t n = 0; n < call.sequences; ++n) {
-    std::vector<Piece>& pieces = of[static_cast<size_t>(n)];
-    if (is_tree(call, n)) {
-      add_tree_tasks(pieces.data(), static_cast<int64_t>(pieces.size()), share, made);
+    is_tree(call, n) ? add_tree(call, n, made.pieces) : add_rows(call, n, threads, made.pieces);
+  }
+  int64_t total = 0;
+  for (const Piece& piece : made.pieces) total += piece.cost * call.k_shape.heads;
+  const int64_t share = threads == 1 ? INT64_MAX / 16 : total / threads;
+  made.merges.reserve(made.pieces.size());
+  for (size_t i = 0; i < made.pieces.size(); ++i) {
+    Piece* piece = &made.pieces[i];
+    const int64_t n = piece->task.sequence;
+    if (!is_tree(call, n)) {
+      add_tasks(*piece, share, nullptr, made);
       continue;
     }
-    for (Piece& piece : pieces) add_tasks(piece, share, nullptr, made);
+    const bool two = i + 1 < made.pieces.size() && piece[1].task.sequence == n;
+    add_tree_tasks(piece, two ? 2 : 1, share, made);
+    if (two) ++i;
   }
   open_slots(call, made);
-  // The longest first, so that the last to end is short.
-  std::stable_sort(made.tasks.begin(), made.tasks.end(),
-                   [](const AttentionTask& a, const AttentionTask& b) {
-                     return cost_of(a) * (a.head_end - a.head_begin) >
-                            cost_of(b) * (b.head_end - b.head_begin);
-                   });
-  return made;
+  std::sort(made.tasks.begin(), made.tasks.end(), before);
+  bundle(threads, made);
 }
 
 }  // namespace
 
 void attention(Team& team, const Attention& call) {
-  const Tasks made = split(call, team.threads());
+  static thread_local Tasks made;
+  split(call, team.threads(), made);
   auto attend = kernels().attention;
   auto merge = kernels().attention_merge;
 #if defined(__x86_64__)
@@ -219,10 +246,13 @@ void attention(Team& team, const Attention& call) {
     merge = amx_attention_merge;
   }
 #endif
-  team.run(static_cast<int64_t>(made.tasks.size()),
-           [&](int64_t i) { attend(made.tasks[static_cast<size_t>(i)]); });
-  team.run(static_cast<int64_t>(made.merges.size()),
-           [&](int64_t i) { merge(made.merges[static_cast<size_t>(i)]); });
+  const Tasks& all = made;  // the caller's, on every thread
+  team.run(static_cast<int64_t>(all.ends.size()), [&](int64_t i) {
+    const int64_t begin = i == 0 ? 0 : all.ends[static_cast<size_t>(i - 1)];
+    attend(all.tasks.data() + begin, all.ends[static_cast<size_t>(i)] - begin);
+  });
+  team.run(static_cast<int64_t>(all.merges.size()),
+           [&](int64_t i) { merge(all.merges[static_cast<size_t>(i)]); });
 }
 
 }  // namespace aserve

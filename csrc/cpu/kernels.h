@@ -79,7 +79,7 @@ struct Kernels {
   void (*sums)(const float* x, int64_t n, float* sums);
   // x -> x rounded to bfloat16 and widened again.
   void (*round_bf16)(const float* x, int64_t n, float* y);
-  void (*attention)(const AttentionTask&);
+  void (*attention)(const AttentionTask*, int64_t n);  // one after the other
   void (*attention_merge)(const AttentionMerge&);
   void (*norm)(const Norm&, int64_t row_begin, int64_t row_end);
   void (*rope)(const Rope&, int64_t row_begin, int64_t row_end);
@@ -104,7 +104,7 @@ bool amx_gated_fits(const Weight& gate_up, const Weight& down);
 void amx_gated(Team& team, const Weight& gate_up, const Weight& down, const float* x, int64_t m,
                float* y, int64_t part_step);
 bool amx_attention_fits(const Attention& call);
-void amx_attention(const AttentionTask& task);
+void amx_attention(const AttentionTask* tasks, int64_t n);
 void amx_attention_merge(const AttentionMerge& merge);
 
 }  // namespace aserve
