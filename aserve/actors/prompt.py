@@ -17,9 +17,8 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer, facts: Facts) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
         # Text longer than this cannot fit, so it need not be tokenised to be refused.
-        self._bytes_max = facts.context_len * max(longest, 64)
+        self._bytes_max = facts.context_len * max(tokenizer.bytes_max, 64)
 
     def tokens(
         self,

@@ -50,6 +50,11 @@ class Tokenizer:
         self.vocab_size = max(hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._bytes_of = _bytes_of(hf)
 
+    @functools.cached_property
+    def bytes_max(self) -> int:
+        """What the longest token adds to a text, in bytes."""
+        return max([len(self.token_bytes(token)) for token in range(self.vocab_size)], default=0)
+
     def encode(
         self, text: str, add_special: bool = True, *, parse_special: bool = True
     ) -> list[int]:
