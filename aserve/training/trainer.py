@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,13 @@ from aserve.training.objective import Batch, Goal, chain_hits, loss
 WARM_UP_SHARE, WARM_UP_MAX = 0.05, 200
 LAST_RATE = 0.02  # of the learning rate, at the end
 CHAIN = 3
+SAVED_EACH_S = 120.0  # at least
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
     """`rounds` through the data at a learning rate of up to `rate`. `is_half`: products in
-    bfloat16. A checkpoint every `save_steps`."""
+    bfloat16. A checkpoint every `save_steps`, and when the last one is old."""
 
     rounds: float
     rate: float
@@ -73,6 +75,7 @@ class Trainer:
         per_round = len(data.batches(0))
         self.steps = max(1, round(per_round * schedule.rounds))
         self.step, self.loss, self.tokens = 0, 0.0, 0
+        self._saved_s = time.monotonic()
         if path.is_file():
             self._resume()
 
@@ -83,7 +86,8 @@ class Trainer:
             self.step += 1
             self.tokens += batch.n_tokens
             self.loss = value if self.step == 1 else 0.97 * self.loss + 0.03 * value
-            if self.step % self.schedule.save_steps == 0 or self.step == self.steps:
+            is_due = time.monotonic() - self._saved_s > SAVED_EACH_S
+            if is_due or self.step % self.schedule.save_steps == 0 or self.step == self.steps:
                 self.save()
             told(Progress(self.step, self.steps, self.loss, self.tokens))
 
@@ -125,6 +129,7 @@ class Trainer:
             tensors[f"mean/{name}"] = self._adam.means[name]
             tensors[f"square/{name}"] = self._adam.squares[name]
         now = {"step": self.step, "loss": self.loss, "tokens": self.tokens}
+        self._saved_s = time.monotonic()
         save_tensors(self.path, tensors, {"plan": self._plan(), "now": json.dumps(now)})
 
     def _resume(self) -> None:
