@@ -58,9 +58,10 @@ def add_training_flags(made: CommandParser) -> None:
     number("--unrolled", int, 3, "steps of EAGLE-3's training-time test")
     group.add_argument(
         "--start",
-        default="plain",
-        metavar="plain|last-layer",
-        help="what the head's layer begins as: random, or the model's last one (default: plain)",
+        default="last-layer",
+        metavar="last-layer|plain",
+        help="what the head's layer begins as: the model's last one if it is alike, or random "
+        "(default: %(default)s)",
     )
     number("--features-gib", float, 12.0, "disk for what the model makes of the conversations")
     number("--held-out", int, 60, "conversations of its own to measure by, beside 40 questions")

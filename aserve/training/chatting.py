@@ -113,7 +113,7 @@ class Author:
 
     def _temperature(self, chance: random.Random) -> float:
         is_greedy = chance.random() < self._manner.greedy_share
-        return 0.0 if is_greedy else chance.choice((0.3, 0.6, 0.8, 1.0))
+        return 0.0 if is_greedy else chance.choice((0.3, 0.6, 0.8))
 
     async def _held(
         self,

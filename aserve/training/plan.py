@@ -41,7 +41,7 @@ class Wish:
     batch_rows: int = 2048
     draft_vocab: int = 4096
     inner: int | None = None
-    start: Start = "plain"
+    start: Start = "last-layer"
     unrolled: int = 3
     seed: int = 0
     features_gib: float = 12.0

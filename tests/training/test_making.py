@@ -99,13 +99,13 @@ def test_an_eagle_head_from_the_conversations_of_another(
     assert head.spec.method == "eagle"
 
 
-def test_a_head_may_begin_as_the_last_layer_of_its_model(
+def test_a_head_begins_as_the_last_layer_of_its_model(
     trained: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     model, folder = trained
     for name in ("tokens", "held_out"):
         shutil.copytree(folder / "work" / name, tmp_path / "head" / "work" / name)
-    flags = ("--method", "eagle3", "--start", "last-layer", "--rate", "1e-9")
+    flags = ("--method", "eagle3", "--rate", "1e-9")
     assert train(model, tmp_path / "head", *flags) == 0
     ours, theirs = tensors(tmp_path / "head"), tensors(model)
     layer = "model.layers.1."
@@ -117,6 +117,13 @@ def test_a_head_may_begin_as_the_last_layer_of_its_model(
         torch.testing.assert_close(ours[f"midlayer.{name}"][:, 64:], theirs[layer + name])
     norm = theirs[layer + "input_layernorm.weight"]
     torch.testing.assert_close(ours["midlayer.hidden_norm.weight"], norm)
+    (tmp_path / "head" / "work" / "checkpoint.safetensors").unlink()
+    assert train(model, tmp_path / "head", *flags, "--start", "plain") == 0
+    plain = tensors(tmp_path / "head")
+    assert plain["midlayer.mlp.gate_proj.weight"].shape == (128, 64)
+    assert not torch.equal(
+        plain["midlayer.mlp.gate_proj.weight"], ours["midlayer.mlp.gate_proj.weight"]
+    )
 
 
 def test_a_head_is_measured_by_itself(trained: tuple[pathlib.Path, pathlib.Path]) -> None:
