@@ -165,7 +165,8 @@ class Ops(Protocol):
         """Lay out a quantised weight from the bytes of a GGUF tensor: uint8 [n, row bytes], in a
         row blocks of 32 columns (ggml-common.h): float16 d, float16 m in Q4_1, then 32 int8 or 16
         bytes of two nibbles, columns j and j + 16. A weight is d * q, d * (nibble - 8) or d *
-        nibble + m; it is never expanded. ValueError unless k / row_blocks is a multiple of 32."""
+        nibble + m, rounded to bfloat16 where products take it so (tiles of AMX); in memory it is
+        never expanded. ValueError unless k / row_blocks is a multiple of 32."""
         ...
 
     def linear(self, x_TK: Tensor, weight: Linear) -> Tensor:

@@ -97,7 +97,7 @@ extern const Kernels kernels_avx512;
 
 const Kernels& kernels();
 
-// AMX, for all but float32.
+// AMX, for weights in tiles.
 void amx_linear(Team& team, const Weight& weight, const float* x, int64_t m, float* y,
                 int64_t part_step);
 bool amx_gated_fits(const Weight& gate_up, const Weight& down);

@@ -39,7 +39,7 @@ constexpr int64_t gated_rows = 128;
 void linear(Team& team, const Weight& w, const float* x, int64_t m, float* y, int64_t part_step) {
   if (m == 0) return;
 #if defined(__x86_64__)
-  if (w.format != Format::f32 && level() == Level::amx) {
+  if (w.tiled) {
     return amx_linear(team, w, x, m, y, part_step);
   }
 #endif
@@ -68,7 +68,7 @@ void gated(Team& team, const Weight& gate_up, const Weight& down, const float* x
            float* y, int64_t part_step) {
   if (m == 0) return;
 #if defined(__x86_64__)
-  if (level() == Level::amx && amx_gated_fits(gate_up, down)) {
+  if (amx_gated_fits(gate_up, down)) {
     return amx_gated(team, gate_up, down, x, m, y, part_step);
   }
 #endif

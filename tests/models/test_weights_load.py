@@ -55,13 +55,15 @@ def formats(model: Model) -> dict[str, set[str]]:
     return found
 
 
-def rounded(model: Any, kind: Kind) -> Any:
-    """The oracle with the numbers that a file of `kind` holds."""
+def rounded(model: Any, kind: Kind, held: bool = False) -> Any:
+    """The oracle with the numbers that a file of `kind` holds; or that products have of them where
+    they are `held` in blocks: on tiles of AMX their bfloat16."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 numbers = gguf.dequantize(quantised(parameter.numpy(), kind), kind)
-                parameter.copy_(torch.from_numpy(numbers))
+                exact = torch.from_numpy(numbers)
+                parameter.copy_(exact.bfloat16() if held and OPS.level == "amx" else exact)
     return model
 
 
@@ -90,20 +92,25 @@ def test_every_family_keeps_its_blocks_and_stays_near_its_numbers(
         assert formats(model)["table"] == {KEPT[kind]}
     assert model.spec.dtype == torch.bfloat16
     tokens = prompt(30)
-    exact = oracle_logits(rounded(oracle, kind), tokens)
+    exact = oracle_logits(rounded(oracle, kind, held=True), tokens)
     logits = Paged(model).step((0, tokens))[0]
     # Activations are rounded to bfloat16, and KV; Q4_K's factors to float16.
     assert_rows_near(logits, exact, 0.998, 0.06, name)
-    twin = Paged(load_model(path, ops=ReferenceOps())).step((0, tokens))[0]
-    assert_rows_near(logits, twin, 0.9998, 0.03, name)
+    if OPS.level == "amx" and kind is not Kind.Q4_K:  # whose factors are rounded before
+        wide = Paged(load_model(path, ops=OPS, weights="bf16")).step((0, tokens))[0]
+        assert torch.equal(logits, wide)
+    else:
+        twin = Paged(load_model(path, ops=ReferenceOps())).step((0, tokens))[0]
+        near = 0.9995 if OPS.level == "amx" else 0.9998
+        assert_rows_near(logits, twin, near, 0.03, name)
 
 
 def assert_rows_near(got: Tensor, wanted: Tensor, cosine: float, most: float, name: str) -> None:
-    """Cosine of each row at least, and difference at most `most` of the greatest logit; but for two
+    """Cosine of each row at least, and difference at most `most` of the greatest logit; but for three
     rows in 30 of a mixture, which may take another expert where two are nearly equal."""
     found = torch.nn.functional.cosine_similarity(got, wanted)
     off = (got - wanted).abs().amax(-1)
-    spared = 2 if name in MIXTURES else 0
+    spared = 3 if name in MIXTURES else 0
     assert found.sort().values[spared] > cosine, found
     assert off.sort().values[len(off) - 1 - spared] < most * wanted.abs().max(), off
 

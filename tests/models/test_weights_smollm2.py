@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from aserve import _native
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.models.registry import Model, load_model
@@ -29,6 +30,7 @@ QUESTIONS = ("What is the capital of France?", "Name two colours.", "Write one l
 N_TOKENS = 12
 # How far bfloat16 activations and KV move a logit of this model; measured 0.45 at most.
 LOGIT_TOLERANCE = 0.75
+TILES = _native.level() == "amx"
 MARGIN = 2 * LOGIT_TOLERANCE  # of a first choice that such a move cannot turn
 
 
@@ -39,7 +41,7 @@ def model(smollm2_path: pathlib.Path) -> Model:
 
 @pytest.fixture(scope="module")
 def oracle(smollm2_path: pathlib.Path) -> Any:
-    """transformers' llama, float32, with the numbers of the file."""
+    """transformers' llama, float32, with the numbers of the file; on tiles of AMX, their bfloat16."""
     source = GgufSource(open_gguf(smollm2_path))
     config = transformers.LlamaConfig(
         **{name: value for name, value in source.config.items() if value is not None}
@@ -49,6 +51,10 @@ def oracle(smollm2_path: pathlib.Path) -> Any:
         name: source.read(name, tuple(slice(0, n) for n in entry.shape), torch.float32)
         for name, entry in source.entries.items()
     }
+    if TILES:
+        weights = {
+            name: one.bfloat16().float() if one.dim() > 1 else one for name, one in weights.items()
+        }
     made.load_state_dict(weights, strict=False)
     made.tie_weights()
     return made.eval()
@@ -88,17 +94,18 @@ def test_text_is_that_of_transformers_where_the_choice_is_clear(
     assert torch.nn.functional.cosine_similarity(logits, exact).min() > 0.999
 
 
-def test_blocks_are_nearer_to_the_file_than_bfloat16_is(
+def test_blocks_give_the_logits_of_bfloat16_in_less_memory(
     model: Model, oracle: Any, smollm2_path: pathlib.Path
 ) -> None:
-    """Quantised numbers are exact, where bfloat16 rounds d * q + m."""
+    """On tiles of AMX their bits; elsewhere the numbers are exact where bfloat16 rounds d * q + m,
+    and so at least as near to the file."""
     tokens = load_tokenizer(smollm2_path).encode("Water boils at a hundred degrees, so the tea was")
     exact = oracle_logits(oracle, tokens)
     expanded = load_model(smollm2_path, ops=open_ops("native", 2), weights="bf16")
-    off = [
-        (Paged(one).step((0, tokens))[0] - exact).square().mean().sqrt()
-        for one in (model, expanded)
-    ]
+    kept, wide = (Paged(one).step((0, tokens))[0] for one in (model, expanded))
+    if TILES:
+        assert torch.equal(kept, wide)
+    off = [(one - exact).square().mean().sqrt() for one in (kept, wide)]
     assert off[0] < 1.05 * off[1]
     assert off[1] < 0.2
     assert expanded.nbytes > 2.5 * model.nbytes

@@ -6,7 +6,7 @@ import torch
 from aserve.tensor.collective import sum_blocks
 from aserve.tensor.native import NativeOps
 from aserve.tensor.ops import BLOCK_FORMATS, BlockKind
-from aserve.tensor.reference import ReferenceOps
+from aserve.tensor.reference import ReferenceLinear, ReferenceOps
 from tests.tensor.blocks import KINDS, blocks_of, dequantised, random_blocks
 
 # n, k, row_blocks: real shapes, one output, edges of 16 outputs, odd numbers of blocks.
@@ -19,6 +19,15 @@ SHAPES = (
     (100, 1536, 12),
 )
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 50, 64, 70)
+
+
+def twin_of(
+    ops: NativeOps, blocks: torch.Tensor, kind: BlockKind, k: int, *rest: object
+) -> ReferenceLinear:
+    """Tiles of AMX hold the weights in bfloat16; every other level has them as they are."""
+    if ops.level == "amx":
+        return ReferenceOps().pack(dequantised(blocks, kind).bfloat16(), *rest)  # type: ignore[arg-type]
+    return ReferenceOps().pack_blocks(blocks, kind, k, *rest)  # type: ignore[arg-type]
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -34,7 +43,7 @@ def test_blocks_are_their_twin(
     blocks, bias, twin = random_blocks(kind, n, k), torch.randn(n), ReferenceOps()
     for bias_or_none in (None, bias):
         packed = ops.pack_blocks(blocks, kind, k, bias_or_none, row_blocks)
-        expected = twin.pack_blocks(blocks, kind, k, bias_or_none, row_blocks)
+        expected = twin_of(ops, blocks, kind, k, bias_or_none, row_blocks)
         for rows in (1, 5, 16, 37, 70):
             x = torch.randn(rows, k)
             parts = ops.linear_parts(x, packed)
@@ -42,6 +51,22 @@ def test_blocks_are_their_twin(
             out, total = ops.linear(x, packed), sum_blocks(parts)
             assert relative_error(out, twin.linear(x, expected)) < 1e-5
             assert torch.equal(out, total if bias_or_none is None else total + bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_have_the_bits_of_the_same_weights_in_bfloat16(
+    ops: NativeOps, kind: BlockKind
+) -> None:
+    if ops.level != "amx":
+        pytest.skip("other levels sum the integers of a block first")
+    torch.manual_seed(0)
+    for n, k, row_blocks in ((100, 1536, 12), (48, 96, 1), (17, 32, 1)):
+        blocks, bias = random_blocks(kind, n, k), torch.randn(n)
+        kept = ops.pack_blocks(blocks, kind, k, bias, row_blocks)
+        widened = ops.pack(dequantised(blocks, kind).bfloat16(), bias, row_blocks)
+        for rows in ROWS:
+            x = torch.randn(rows, k)
+            assert torch.equal(ops.linear(x, kept), ops.linear(x, widened))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,9 +121,10 @@ def test_each_column_and_row_finds_its_value(ops: NativeOps, kind: BlockKind) ->
     blocks = random_blocks(kind, 20, 64)
     packed, weight = ops.pack_blocks(blocks, kind, 64), dequantised(blocks, kind)
     # One column alone gives its weight, but that a minimum is added after d * q is rounded.
-    assert relative_error(ops.linear(torch.eye(64), packed), weight.T) < 1e-6
-    assert torch.equal(ops.embed(packed, torch.arange(20)), weight)
-    assert torch.equal(ops.embed(packed, torch.tensor([19, 0])), weight[[19, 0]])
+    expected = weight.bfloat16().float() if ops.level == "amx" else weight
+    assert relative_error(ops.linear(torch.eye(64), packed), expected.T) < 1e-6
+    assert torch.equal(ops.embed(packed, torch.arange(20)), expected)
+    assert torch.equal(ops.embed(packed, torch.tensor([19, 0])), expected[[19, 0]])
     twin = ReferenceOps()
     reference = twin.pack_blocks(blocks, kind, 64)
     assert torch.equal(twin.embed(reference, torch.arange(20)), weight)
@@ -108,9 +134,9 @@ def test_scales_may_be_any_float16(ops: NativeOps) -> None:
     q = torch.ones(1, 32, dtype=torch.int64)
     for d in (2.0**-24, 3 * 2.0**-24, 2.0**-14, -65504.0, 0.0, float("inf")):
         packed = ops.pack_blocks(blocks_of("Q8_0", q, d), "Q8_0", 32)
-        expected = torch.full((1, 1), 32 * d)
-        assert torch.equal(ops.linear(torch.ones(1, 32), packed), expected)
-        assert float(ops.embed(packed, torch.tensor([0]))[0, 31]) == d
+        held = float(torch.tensor(d).bfloat16()) if ops.level == "amx" else d
+        assert float(ops.linear(torch.ones(1, 32), packed)) == 32 * held
+        assert float(ops.embed(packed, torch.tensor([0]))[0, 31]) == held
 
 
 @pytest.mark.parametrize("kind", KINDS)
