@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels.h"
 #include "target.h"
@@ -30,75 +31,85 @@ namespace {
 
 #include "amx_finish.inc"
 
-constexpr int64_t ring = 8, ahead = 4;   // of unpacked tiles
-constexpr int64_t fetch_ahead = 8;       // tiles
+constexpr uint64_t ring = 8;          // of unpacked tiles
+constexpr int64_t ahead = 4;
+constexpr int64_t fetch_ahead = 8;    // tiles
 
-static void configure() {
+// Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights. Of one row alone the first six have a column.
+static void configure(bool one_row) {
   TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, one_row && tile < 6 ? 4 : 64);
   tile_configure(config);
 }
 
-// The tiles of a task's panels in the order they are wanted, as they are stored.
-struct Cursor {
-  const AmxTask* task;
-  const char* at;
-  int64_t which, tile;
+#define ASERVE_INLINE_MEMBER inline __attribute__((always_inline))
 
-  explicit Cursor(const AmxTask& t) : task(&t), at(nullptr), which(0), tile(0) {
-    at = t.weight->panel(panel_of(t, 0));
-  }
-  bool ended() const { return at == nullptr; }
-  void step() {
-    at += record_bytes(task->weight->format);
-    if (++tile < task->weight->k_tiles()) return;
-    tile = 0;
-    at = ++which < panels_of(*task) ? task->weight->panel(panel_of(*task, which)) : nullptr;
+// The tiles of a task's panels in the order they are wanted, as they are stored; behind the last
+// panel, that one again.
+template <Format F>
+struct Cursor {
+  const AmxTask& task;
+  const int64_t tiles, panels;
+  const char* at;
+  int64_t left, which = 0;
+
+  ASERVE_INLINE_MEMBER explicit Cursor(const AmxTask& t)
+      : task(t), tiles(t.weight->k_tiles()), panels(panels_of(t)),
+        at(t.weight->panel(panel_of(t, 0))), left(tiles) {}
+  ASERVE_INLINE_MEMBER void step() {
+    at += record_bytes(F);
+    if (--left > 0) return;
+    left = tiles;
+    which = std::min(which + 1, panels - 1);
+    at = task.weight->panel(panel_of(task, which));
   }
 };
 
-// Gives tile after tile of a task's panels.
+// Gives tile after tile of a task's panels. All of it is inline, and stays in registers.
 template <Format F>
 struct Reader {
-  Cursor next, fetch;
-  char* unpacked;  // a ring of tiles
-  int64_t n = 0;   // tiles taken
+  Cursor<F> next, fetch;
+  char* unpacked;   // a ring of tiles
+  uint64_t at = 0;  // where in the ring the next one is
 
-  Reader(const AmxTask& task, char* tiles) : next(task), fetch(task), unpacked(tiles) {
-    for (int64_t i = 0; i < fetch_ahead && !fetch.ended(); ++i) fetch_one();
+  ASERVE_INLINE_MEMBER Reader(const AmxTask& task, char* tiles)
+      : next(task), fetch(task), unpacked(tiles) {
+    for (int64_t i = 0; i < fetch_ahead; ++i) fetch_one();
     if (F != Format::bf16) {
-      for (int64_t i = 0; i < ahead && !next.ended(); ++i) unpack_one(i);
+      for (int64_t i = 0; i < ahead; ++i) unpack_to(i * amx_tile);
     }
   }
-  inline __attribute__((always_inline)) void fetch_one() {
+  ASERVE_INLINE_MEMBER void fetch_one() {
     for (int64_t i = 0; i < record_bytes(F); i += 64) _mm_prefetch(fetch.at + i, _MM_HINT_T0);
     fetch.step();
   }
-  inline __attribute__((always_inline)) void unpack_one(int64_t i) {
-    unpack_record<F>(next.at, unpacked + i % ring * amx_tile);
+  ASERVE_INLINE_MEMBER void unpack_to(uint64_t place) {
+    unpack_record<F>(next.at, unpacked + place % (ring * amx_tile));
     next.step();
   }
-  inline __attribute__((always_inline)) const char* take() {
-    if (!fetch.ended()) fetch_one();
+  ASERVE_INLINE_MEMBER const char* take() {
+    fetch_one();
     if (F == Format::bf16) {
       const char* tile = next.at;
       next.step();
       return tile;
     }
-    if (!next.ended()) unpack_one(n + ahead);
-    return unpacked + n++ % ring * amx_tile;
+    const char* tile = unpacked + at;
+    unpack_to(at + ahead * amx_tile);
+    at = (at + amx_tile) % (ring * amx_tile);
+    return tile;
   }
 };
 
 // The part's k of the next panel by one tile of rows or two, into tiles C and C + 1: those of the
 // part before are still being stored.
 template <Format F, bool rows2, int C>
-static inline void stream_part(Reader<F>* reader, const char* rows, int64_t row_step,
-                               int64_t tiles, float* sums) {
+ASERVE_INLINE void stream_part(Reader<F>& reader, const char* rows, int64_t row_step, int64_t tiles,
+                               float* sums, int64_t sums_step) {
   tile_zero<C>();
   if (rows2) tile_zero<C + 1>();
   for (int64_t k = 0; k < tiles; ++k, rows += amx_tile) {
-    tile_load<6>(reader->take(), 64);
+    tile_load<6>(reader.take(), 64);
     tile_load<4>(rows, 64);
     tile_multiply<C, 6, 4>();
     if (rows2) {
@@ -106,15 +117,16 @@ static inline void stream_part(Reader<F>* reader, const char* rows, int64_t row_
       tile_multiply<C + 1, 6, 5>();
     }
   }
-  tile_store<C>(sums, 64);
-  if (rows2) tile_store<C + 1>(sums + 256, 64);
+  tile_store<C>(sums, sums_step);
+  if (rows2) tile_store<C + 1>(sums + 256, sums_step);
 }
 
-template <Format F, bool rows2>
+template <Format F, bool rows2, class Finish>
 static void stream(const AmxTask& task) {
   const Weight& w = *task.weight;
   const int64_t part_tiles = w.k_block_pad / 32, panels = panels_of(task);
   const int64_t row_step = task.rows.k_tiles * amx_tile;
+  constexpr int64_t step = std::is_same_v<Finish, FinishOne> ? 4 : 64;
   Reader<F> reader(task, static_cast<char*>(thread_scratch(scratch_tiles, ring * amx_tile)));
   Finish finish(task);
   for (int64_t which = 0; which < panels; ++which) {
@@ -122,9 +134,9 @@ static void stream(const AmxTask& task) {
     for (int64_t part = 0; part < w.row_blocks; ++part, rows += part_tiles * amx_tile) {
       float* sums = finish.begin(which, part, task.row_begin, 1, rows2 ? 2 : 1);
       if (finish.parity() == 0) {
-        stream_part<F, rows2, 0>(&reader, rows, row_step, part_tiles, sums);
+        stream_part<F, rows2, 0>(reader, rows, row_step, part_tiles, sums, step);
       } else {
-        stream_part<F, rows2, 2>(&reader, rows, row_step, part_tiles, sums);
+        stream_part<F, rows2, 2>(reader, rows, row_step, part_tiles, sums, step);
       }
       finish.end_previous();
     }
@@ -211,13 +223,16 @@ static void squares(const AmxTask& task) {
 template <Format F>
 static void run_as(const AmxTask& task) {
   const int64_t tiles = task.row_end - task.row_begin;
-  configure();
-  if (tiles > 2 || (F == Format::bf16 && tiles == 2)) {
+  const bool one_row = tiles == 1 && task.rows.rows_of(task.row_begin) == 1;
+  configure(one_row);
+  if (one_row) {
+    stream<F, false, FinishOne>(task);
+  } else if (tiles > 2 || (F == Format::bf16 && tiles == 2)) {
     squares<F>(task);
   } else if (tiles == 2) {
-    stream<F, true>(task);
+    stream<F, true, Finish>(task);
   } else {
-    stream<F, false>(task);
+    stream<F, false, Finish>(task);
   }
   tile_release();
 }

@@ -106,8 +106,8 @@ def test_every_family_keeps_its_blocks_and_stays_near_its_numbers(
 
 
 def assert_rows_near(got: Tensor, wanted: Tensor, cosine: float, most: float, name: str) -> None:
-    """Cosine of each row at least, and difference at most `most` of the greatest logit; but for three
-    rows in 30 of a mixture, which may take another expert where two are nearly equal."""
+    """Cosine of each row at least, and difference at most `most` of the greatest logit; but for
+    three rows in 30 of a mixture, which may take another expert where two are nearly equal."""
     found = torch.nn.functional.cosine_similarity(got, wanted)
     off = (got - wanted).abs().amax(-1)
     spared = 3 if name in MIXTURES else 0

@@ -41,7 +41,7 @@ def model(smollm2_path: pathlib.Path) -> Model:
 
 @pytest.fixture(scope="module")
 def oracle(smollm2_path: pathlib.Path) -> Any:
-    """transformers' llama, float32, with the numbers of the file; on tiles of AMX, their bfloat16."""
+    """transformers' llama, float32, with the file's numbers; on tiles of AMX, their bfloat16."""
     source = GgufSource(open_gguf(smollm2_path))
     config = transformers.LlamaConfig(
         **{name: value for name, value in source.config.items() if value is not None}
