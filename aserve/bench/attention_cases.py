@@ -1,15 +1,18 @@
-"""Paged attention: decode at several lengths, drafts being verified, chunks of prompts."""
+"""Paged attention: decode at several lengths, chains and trees of drafts being verified, chunks of
+prompts; over KV in bfloat16 and in int8."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aserve.bench import case
 from aserve.bench.case import HEAD_DIM, HEADS, KV_HEADS, PAGE_SIZE, Case
 from aserve.tensor.native import NativeOps
-from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.ops import SCALE_BYTES, Attend, KvLayer, paths_of, tree_of
 from aserve.tensor.reference import ReferenceOps
 
 
@@ -45,14 +48,35 @@ def step_of(shape: Rows) -> Attend:
     )
 
 
-def pools_for(shape: Rows, count: int) -> list[KvLayer]:
+def tree_step(shape: Rows, parents: Sequence[int]) -> Attend:
+    """As `step_of`, the new rows of each sequence being a tree."""
+    assert len(parents) == shape.rows, (parents, shape)
+    rows, step = shape.rows, step_of(shape)
+    depths = [0] * rows
+    for row, parent in enumerate(parents):
+        depths[row] = 0 if parent < 0 else depths[parent] + 1
+    positions = shape.kv_len - rows + torch.tensor(depths, dtype=torch.int32)
+    tree = tree_of(paths_of(parents) * shape.sequences)
+    return dataclasses.replace(step, positions_T=positions.repeat(shape.sequences), tree=tree)
+
+
+def pools_for(shape: Rows, count: int, dtype: torch.dtype = torch.bfloat16) -> list[KvLayer]:
     pages = shape.sequences * -(-shape.kv_len // PAGE_SIZE)
     size = (pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    return [KvLayer(*(torch.randn(size).bfloat16() for _ in "kv")) for _ in range(count)]
+
+    def pool() -> Tensor:
+        if dtype != torch.int8:
+            return torch.randn(size).to(dtype)
+        values = torch.randint(-127, 128, size, dtype=torch.int8)
+        scales = torch.full((*size[:3], 1), 0.02).view(torch.int8)
+        return torch.cat([values, scales], dim=3)
+
+    return [KvLayer(pool(), pool()) for _ in range(count)]
 
 
-def kv_bytes(shape: Rows) -> int:
-    return shape.sequences * shape.kv_len * KV_HEADS * HEAD_DIM * 2 * 2
+def kv_bytes(shape: Rows, dtype: torch.dtype = torch.bfloat16) -> int:
+    head = HEAD_DIM + SCALE_BYTES if dtype == torch.int8 else HEAD_DIM * dtype.itemsize
+    return shape.sequences * shape.kv_len * KV_HEADS * head * 2
 
 
 def seen_keys(shape: Rows) -> float:
@@ -62,19 +86,31 @@ def seen_keys(shape: Rows) -> float:
 
 
 def attention(ops: NativeOps, shapes: Sequence[Rows] = SHAPES) -> Iterator[Case]:
-    twin = ReferenceOps()
     for shape in shapes:
-        read = kv_bytes(shape)
-        copies = case.copies(read)
-        pools, step = pools_for(shape, copies), step_of(shape)
-        q = torch.randn(shape.sequences * shape.rows, HEADS, HEAD_DIM)
-        layers = cycle(pools)
-        yield Case(
-            "attention",
-            f"{shape.sequences} seq, {shape.rows} rows, kv {shape.kv_len}",
-            moved=read + 2 * q.nbytes,
-            ops=4 * seen_keys(shape) * HEADS * HEAD_DIM,  # a product with K and one with V
-            native=lambda q=q, layers=layers, step=step: ops.attention(q, next(layers), step, 0.1),
-            twin=lambda q=q, pools=pools, step=step: twin.attention(q, pools[0], step, 0.1),
-            span=copies * read,
-        )
+        yield _case(ops, shape, step_of(shape), f"{shape.rows} rows")
+    for shape in (Rows(32, 1, 256), Rows(1, 1, 2048)):
+        yield _case(ops, shape, step_of(shape), f"{shape.rows} rows", torch.int8)
+    for rows in (8, 32):
+        shape = Rows(1, rows, 256)
+        step = tree_step(shape, [(row - 1) // 2 for row in range(rows)])
+        yield _case(ops, shape, step, f"tree of {rows}")
+
+
+def _case(
+    ops: NativeOps, shape: Rows, step: Attend, what: str, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    """Of a tree the floor is that of as many rows in a chain: a few keys too many."""
+    twin, read = ReferenceOps(), kv_bytes(shape, dtype)
+    copies = case.copies(read)
+    pools = pools_for(shape, copies, dtype)
+    q, layers = torch.randn(shape.sequences * shape.rows, HEADS, HEAD_DIM), cycle(pools)
+    kind = ", int8" if dtype == torch.int8 else ""
+    return Case(
+        "attention",
+        f"{shape.sequences} seq, {what}, kv {shape.kv_len}{kind}",
+        moved=read + 2 * q.nbytes,
+        ops=4 * seen_keys(shape) * HEADS * HEAD_DIM,  # a product with K and one with V
+        native=lambda: ops.attention(q, next(layers), step, 0.1),
+        twin=lambda: twin.attention(q, pools[0], step, 0.1),
+        span=copies * read,
+    )

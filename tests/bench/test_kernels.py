@@ -140,6 +140,20 @@ def test_rows_of_a_chunk_see_those_before_them() -> None:
     assert len(set(step.slots_T.tolist())) == 6
 
 
+def test_a_tree_stands_by_depth_and_each_pool_is_what_its_floor_counts(ops: NativeOps) -> None:
+    step = attention_cases.tree_step(Rows(2, 3, 20), [-1, 0, 0])
+    assert step.positions_T.tolist() == [17, 18, 18] * 2
+    assert step.tree is not None
+    assert step.tree.paths.tolist() == [0, 0, 1, 0, 2] * 2
+    for dtype in (torch.bfloat16, torch.int8):
+        shape = Rows(3, 1, 32)
+        (layer,) = attention_cases.pools_for(shape, 1, dtype)
+        assert layer.k_PSHD.nbytes + layer.v_PSHD.nbytes == attention_cases.kv_bytes(shape, dtype)
+        q, step = torch.randn(3, case.HEADS, case.HEAD_DIM), attention_cases.step_of(shape)
+        out, twin = (one.attention(q, layer, step, 0.1) for one in (ops, ReferenceOps()))
+        assert (out - twin).abs().max() < 0.05
+
+
 @pytest.fixture
 def ops() -> NativeOps:
     return NativeOps(1)
