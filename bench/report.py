@@ -25,9 +25,10 @@ def peer_part(given: argparse.Namespace) -> str:
     asked = ["--rounds", str(given.rounds), "--weights", given.weights]
     asked += ["--merge", str(given.merge)] if given.merge else []
     found, rows = peers.main(peers.parser().parse_args(asked))
+    told = [*asked[:-1], given.merge.name] if given.merge else asked  # not where it lies here
     about = found["about"]
     return (
-        f"`python -m bench.peers {' '.join(asked)}`: {about['model']}, {about['threads']} threads, "
+        f"`python -m bench.peers {' '.join(told)}`: {about['model']}, {about['threads']} threads, "
         f"medians of {given.rounds} interleaved rounds, one engine computing at a time. Decode: N "
         f"streams, {loads.PROMPT_LEN} tokens in and {loads.OUTPUT_LEN} out, from the first request "
         "to the last token; a prefill is a request for one token; the first token is that of a "

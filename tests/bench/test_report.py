@@ -46,5 +46,7 @@ def test_a_whole_record_becomes_the_peers_part_without_starting_anything(
     text = report.RESULTS.read_text()
     assert "| prefill of 2048, tok/s | 800 | 200 (t2) | 300 (bf16) | 400 (bf16) |" in text
     assert "| decode, 32 streams, tok/s | 800 (aserve) | 700 (openvino int4) | 1.14x |" in text
+    assert "--merge peers.json`" in text
+    assert str(tmp_path) not in text
     assert text.endswith("## HTTP streaming\n\nkept\n")
     assert "- llamacpp t1: llamacpp t1 1: `llamacpp t1`" in text
