@@ -46,6 +46,11 @@ inline void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
+// The first n of sixteen lanes.
+inline __mmask16 first(int64_t n) {
+  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
+}
+
 // Sixteen rows of sixteen 32-bit words.
 inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];

@@ -71,10 +71,6 @@ struct Work {
   float* state_of(int64_t head, const Unit* u) const { return states + place(head, u) * state_len(); }
 };
 
-static inline __mmask16 first(int64_t n) {
-  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
-}
-
 #include "amx_keys.inc"
 
 #include "amx_soften.inc"

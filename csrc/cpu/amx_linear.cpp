@@ -15,10 +15,6 @@ ASERVE_TARGET_BEGIN(ASERVE_TARGET_AMX)
 namespace aserve {
 namespace {
 
-static inline __mmask16 first(int64_t n) {
-  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
-}
-
 // Sixteen rows (or what is left) of x as bfloat16 tiles, pairs of k first.
 static void pack_tile(const Weight& w, const AmxRows& rows, const float* x, int64_t tile) {
   const int64_t n = rows.rows_of(tile);

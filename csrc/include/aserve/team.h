@@ -57,7 +57,7 @@ class Team {
 // Memory of the calling thread, 64-byte aligned, at least `bytes` long, kept until the thread ends.
 // Each purpose has its own slot; a second request for a slot invalidates the first.
 enum Scratch { scratch_rows, scratch_scores, scratch_keys, scratch_values, scratch_out,
-               scratch_gate_up, scratch_hidden, scratch_tiles, scratch_stage, scratch_slots,
+               scratch_gate_up, scratch_hidden, scratch_tiles, scratch_slots,
                scratch_n };
 void* thread_scratch(Scratch slot, int64_t bytes);
 
