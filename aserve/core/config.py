@@ -69,6 +69,24 @@ class Cache(Struct, frozen=True):
     kv_dtype: Literal["auto", "bf16", "float32", "int8"] = "auto"
 
 
+class Spec(Struct, frozen=True):
+    """Speculative decoding. `depth`, `topk` and `tokens` bound a draft; None is the method's own.
+
+    `path` is the draft head or draft model; None: what belongs to the model. `accept` "noise" draws
+    what would be drawn without drafts; "rejection" keeps the distribution only.
+    """
+
+    method: Literal["none", "ngram", "draft", "eagle", "eagle3", "mtp"] = "none"
+    path: str | None = None
+    depth: int | None = None  # levels below the last known token
+    topk: int | None = None  # children of a node; 1 is a chain
+    tokens: int | None = None  # drafted at once for a sequence
+    adaptive: bool = True  # less, or nothing, where that is measured to be faster
+    accept: Literal["noise", "rejection"] = "noise"
+    ngram_min: int = 2  # tokens that must repeat before what followed them is proposed
+    ngram_max: int = 5
+
+
 class Compute(Struct, frozen=True):
     threads: int | None = None  # None: every core this process may use
     kernels: Literal["native", "reference"] = "native"
@@ -110,6 +128,7 @@ class Config(Struct, frozen=True):
     ranks: Ranks = Ranks()
     schedule: Schedule = Schedule()
     cache: Cache = Cache()
+    spec: Spec = Spec()
     compute: Compute = Compute()
     limits: Limits = Limits()
     server: Server = Server()

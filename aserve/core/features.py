@@ -112,7 +112,7 @@ SET_BY: dict[Feature, str] = {
     Feature.EXACT: "layout.numerics",
     Feature.OVERLAP: "schedule.overlap",
     Feature.DYNAMIC_CHUNKS: "schedule.dynamic_chunks",
-    Feature.SPECULATION: "",
+    Feature.SPECULATION: "spec.method",
     Feature.DISAGGREGATION: "",
 }
 
@@ -188,6 +188,7 @@ ASKED: dict[Feature, Callable[[Config], bool]] = {
     Feature.EXACT: lambda config: config.layout.numerics == "exact",
     Feature.OVERLAP: lambda config: overlap_of(config.layout, config.schedule) > 0,
     Feature.DYNAMIC_CHUNKS: lambda config: config.schedule.dynamic_chunks,
+    Feature.SPECULATION: lambda config: config.spec.method != "none",
 }
 
 

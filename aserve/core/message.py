@@ -134,6 +134,18 @@ class Batch(Struct, frozen=True):
     rows: tuple[Rows, ...]
 
 
+class Drafting(Struct, frozen=True):
+    """How large a draft is to be that a step's rows end with: at most `tokens`, `depth` levels,
+    `topk` children of a node. 0 tokens: none."""
+
+    depth: int = 0
+    topk: int = 0
+    tokens: int = 0
+
+
+NO_DRAFTING = Drafting()
+
+
 class StepPlan(Struct, frozen=True, tag=0):
     """One step, decided once. A rank applies commits, drops, moves, admits, rows, in that order."""
 
@@ -145,6 +157,7 @@ class StepPlan(Struct, frozen=True, tag=0):
     admits: tuple[Admit, ...]
     batches: tuple[Batch, ...]
     sends: tuple[PageSend, ...]
+    drafting: Drafting = NO_DRAFTING
 
 
 class TokenLogprob(Struct, frozen=True):
