@@ -29,6 +29,7 @@ class Choice:
         self.prompt_len = len(prompt)
         self.tokens_len = 0
         self.cached_len = 0
+        self.target_steps = 0
         self.finish_reason: FinishReason | None = None
         self.started_at = 0.0
         self.first_at: float | None = None
@@ -61,8 +62,10 @@ class Choice:
         tokens = output.tokens
         if self._plain and output.finish_reason is None and len(tokens) == 1:
             self.tokens_len += 1
+            self.target_steps += 1
             self.stream.put(self.index, self._detokenizer.push(tokens), tokens, output.logprobs)
             return None
+        self.target_steps += output.n_steps
         self.cached_len = max(self.cached_len, output.cached_len)
         self._prompt_logprobs.extend(output.prompt_logprobs)
         if not output.tokens and output.finish_reason is None:
@@ -125,7 +128,7 @@ class Choice:
         pending = self.stream.pending(self.index)
         if not isinstance(stop_reason, str):
             pending.text += (self._take_head(), self._rest())
-        usage = Usage(self.prompt_len, self.tokens_len, self.cached_len)
+        usage = Usage(self.prompt_len, self.tokens_len, self.cached_len, self.target_steps)
         pending.ending = Ending(reason, usage, stop_reason, error)
         self.stream.publish(ended=True)
 

@@ -62,6 +62,7 @@ class Completion(msgspec.Struct, frozen=True):
             len(self.prompt_token_ids),
             sum(choice.usage.completion_tokens for choice in self.choices),
             self.choices[0].usage.cached_tokens,
+            sum(choice.usage.target_steps for choice in self.choices),
         )
 
 

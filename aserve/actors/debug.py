@@ -51,6 +51,7 @@ class DebugState(msgspec.Struct, frozen=True):
     ranks: tuple[RankLine, ...]
     silent: tuple[int, ...]  # did not answer in time
     steps: tuple[StepLine, ...]
+    spec: Mapping[str, Any]  # the method, and the drafts that the last plan asks for
     planner: Any
 
 
@@ -73,8 +74,14 @@ async def debug_state(supervisor: Supervisor, config: Config, limit_s: float) ->
         ranks=lines,
         silent=tuple(line.rank for line in lines if not line.answered),
         steps=_steps(leader),
+        spec=_spec(leader, config),
         planner=leader.planner.state(),
     )
+
+
+def _spec(leader: Leader, config: Config) -> Mapping[str, Any]:
+    depth, topk, tokens = msgspec.structs.astuple(leader.meters.drafting)
+    return {"method": config.spec.method, "depth": depth, "topk": topk, "tokens": tokens}
 
 
 def _rank(rank: int, grid: Grid, reported: int, told: RankState | None) -> RankLine:

@@ -153,6 +153,7 @@ class Leader:
             while True:
                 while (plan := self.planner.plan()) is not None:
                     plane.send_nowait(plan)
+                    self.meters.plan(plan)
                     self.awaited[plan.step] = Awaited(plan, self._world)
                     if len(self.awaited) == 1:
                         await self._let_rank_start()

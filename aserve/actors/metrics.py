@@ -5,7 +5,7 @@ from collections import Counter
 
 import msgspec
 
-from aserve.core.message import StepReport
+from aserve.core.message import NO_DRAFTING, Drafting, StepPlan, StepReport
 from aserve.core.planner import PlannerStatistics
 
 LATENCY_BOUNDS_S = (
@@ -68,6 +68,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
     inter_token_s: HistogramData
     e2e_s: HistogramData
     step_s: HistogramData
+    drafting: Drafting  # of the last plan: how large the drafts are that it asks for
 
 
 class Meters:
@@ -83,9 +84,13 @@ class Meters:
         self.inter_token_s = Histogram()
         self.e2e_s = Histogram()
         self.step_s = Histogram()
+        self.drafting = NO_DRAFTING
         self._steps = [-1] * world
         self._busy_micros = [0] * world
         self._waited_micros = [0] * world
+
+    def plan(self, plan: StepPlan) -> None:
+        self.drafting = plan.drafting
 
     def report(self, report: StepReport) -> None:
         self._steps[report.rank] = report.step
@@ -124,4 +129,5 @@ class Meters:
             inter_token_s=self.inter_token_s.data(),
             e2e_s=self.e2e_s.data(),
             step_s=self.step_s.data(),
+            drafting=self.drafting,
         )

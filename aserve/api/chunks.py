@@ -55,16 +55,18 @@ class Frames:
 
 def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
     """The `usage` object: the sum over prompts."""
-    prompt = completion = cached = 0
+    prompt = completion = cached = steps = 0
     for usage in usages:
         prompt += usage.prompt_tokens
         completion += usage.completion_tokens
         cached += usage.cached_tokens
+        steps += usage.target_steps
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "target_steps": steps,
     }
 
 
@@ -82,6 +84,7 @@ class UsageTally:
                 completion_tokens=before.completion_tokens + usage.completion_tokens,
                 # The first choice's hit; later choices always hit what the first has computed.
                 cached_tokens=min(before.cached_tokens, usage.cached_tokens),
+                target_steps=before.target_steps + usage.target_steps,
             )
         self._prompts[prompt] = usage
 

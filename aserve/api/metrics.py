@@ -51,6 +51,7 @@ class Metrics(Collector):
             statistics = service.engine.statistics()
             yield from _ranks(statistics)
             yield from _engine(statistics)
+            yield from drafts_told(statistics)
 
 
 def _ranks(statistics: EngineStatistics) -> Iterator[Metric]:
@@ -109,6 +110,33 @@ def _engine(statistics: EngineStatistics) -> Iterator[Metric]:
     yield _histogram("inter_token", "Between tokens of a choice.", statistics.inter_token_s)
     yield _histogram("request", "From submission to a choice's end.", statistics.e2e_s)
     yield _histogram("step", "One step of the ranks.", statistics.step_s)
+
+
+def drafts_told(statistics: EngineStatistics) -> Iterator[Metric]:
+    """All zero without speculative decoding, but for the steps."""
+    drafts, drafting = statistics.planner.drafts, statistics.drafting
+    steps = drafts.target_steps
+    yield _counter("target_steps", "Draws of sequences, drafts accepted or not.", steps)
+    yield _counter("spec_drafts", "Drafts verified, one a sequence and step.", drafts.drafts)
+    yield _counter("spec_draft_tokens", "Tokens of those drafts.", drafts.drafted)
+    yield _counter("spec_accepted_tokens", "Of those, in the text.", drafts.accepted)
+    accepted_at = CounterMetricFamily(
+        "aserve_spec_accepted_tokens_per_position",
+        "Drafts whose token at this position, from 0, is in the text.",
+        labels=("position",),
+    )
+    for position, count in enumerate(drafts.accepted_at):
+        accepted_at.add_metric((str(position),), count)
+    yield accepted_at
+    lens = drafts.accepted_lens
+    buckets = [(f"{length}.0", sum(lens[: length + 1])) for length in range(len(lens))]
+    lengths = HistogramMetricFamily(
+        "aserve_spec_accepted_length", "Tokens of a draft that are in the text."
+    )
+    lengths.add_metric((), [*buckets, ("+Inf", drafts.drafts)], sum_value=drafts.accepted)
+    yield lengths
+    yield _gauge("spec_depth", "Levels of the drafts that are asked for now.", drafting.depth)
+    yield _gauge("spec_tokens", "Tokens of the drafts that are asked for now.", drafting.tokens)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

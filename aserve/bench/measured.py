@@ -18,6 +18,7 @@ class Seen:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    target_steps: int = 0  # in which the model drew the output; 0: not told
     error: str | None = None
 
     @property
@@ -72,6 +73,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, object]:
         "prompt_tokens": prompt_tokens,
         "cached_tokens": sum(one.cached_tokens for one in good),
         "completion_tokens": completion_tokens,
+        "accepted_len_mean": accepted_len_mean(good),
         "requests_per_s": round(len(good) * per_s, 3),
         "output_tokens_per_s": round(completion_tokens * per_s, 2),
         "total_tokens_per_s": round((prompt_tokens + completion_tokens) * per_s, 2),
@@ -80,6 +82,14 @@ def summarize(seen: Sequence[Seen]) -> dict[str, object]:
         "itl_ms": spread_ms([gap for one in good for gap in one.gaps_s]),
         "e2e_ms": spread_ms([one.ended_s - one.sent_s for one in good]),
     }
+
+
+def accepted_len_mean(good: Sequence[Seen]) -> float | None:
+    """Output tokens a step of the model: 1 without speculative decoding, else with the token that
+    comes with every draft. The first of each output came with its prompt and is left out."""
+    told = [one for one in good if one.target_steps > 1]
+    steps = sum(one.target_steps - 1 for one in told)
+    return round(sum(one.completion_tokens - 1 for one in told) / steps, 3) if steps else None
 
 
 LATENCIES = {
@@ -99,6 +109,7 @@ def table(summary: dict[str, object]) -> str:
         "{completion_tokens} output tokens".format(**summary),
         "throughput: {requests_per_s:.2f} requests/s, {output_tokens_per_s:.1f} output tokens/s, "
         "{total_tokens_per_s:.1f} tokens/s in all".format(**summary),
+        *_accepted(summary["accepted_len_mean"]),
         "",
         f"{'ms':24}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99")),
     ]
@@ -110,3 +121,10 @@ def table(summary: dict[str, object]) -> str:
     assert isinstance(reasons, dict)
     lines += [f"failed {count} times: {reason}" for reason, count in reasons.items()]
     return "\n".join(lines)
+
+
+def _accepted(length: object) -> list[str]:
+    """A line where drafts were accepted."""
+    if not isinstance(length, float) or length <= 1:
+        return []
+    return [f"accepted length: {length:.2f} tokens a step of the model, its own included"]

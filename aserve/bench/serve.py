@@ -42,6 +42,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: Details | None = None
+    target_steps: int = 0  # ours; 0: another's server
 
 
 class Chunk(msgspec.Struct):
@@ -117,6 +118,7 @@ async def _stream(server: Server, connection: Connection, body: bytes, seen: See
             if chunk.usage is not None:
                 seen.prompt_tokens = chunk.usage.prompt_tokens
                 seen.completion_tokens = chunk.usage.completion_tokens
+                seen.target_steps = chunk.usage.target_steps
                 details = chunk.usage.prompt_tokens_details
                 seen.cached_tokens = (details and details.cached_tokens) or 0
     # A server without usage in streams: it sends a token a chunk, most of the time.

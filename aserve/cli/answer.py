@@ -58,6 +58,7 @@ def usage_json(usage: Usage | None) -> dict[str, int] | None:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "cached_tokens": usage.cached_tokens,
+        "target_steps": usage.target_steps,
     }
 
 

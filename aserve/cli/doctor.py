@@ -89,8 +89,21 @@ def report(state: Mapping[str, Any]) -> Iterator[str]:
             f"step {step['step']} (microbatch {step['microbatch']}, {rows} rows) is in flight for "
             f"{step['age_s']:.1f} s; missing: {_ranks(step['missing'])}"
         )
+    yield from _drafts(state["spec"], state["planner"]["drafts"])
     yield ""
     yield from _tree("planner", state["planner"])
+
+
+def _drafts(spec: Mapping[str, Any], drafts: Mapping[str, Any]) -> Iterator[str]:
+    """A line where there is speculative decoding."""
+    if spec["method"] == "none":
+        return
+    now = f"now {spec['tokens']} tokens in {spec['depth']} levels" if spec["tokens"] else "now none"
+    mean = drafts["accepted"] / drafts["drafts"] if drafts["drafts"] else 0.0
+    yield (
+        f"drafts by {spec['method']}, {now}; {drafts['drafts']} so far, of which {mean:.2f} tokens "
+        "each were accepted"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 Pure and synchronous: no clock, no randomness, no tensors, no I/O.
 """
 
+from aserve.core.acceptance import Acceptance
 from aserve.core.admission import refuse_misfit
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
@@ -63,6 +64,7 @@ class Planner:
             self._groups, self._depth, schedule, self._outbox, draft_max, self.sizer
         )
         self._flights = Flights(grid)
+        self._acceptance = Acceptance()
         self._sequences: dict[int, Sequence] = {}  # neither finished nor aborted
         self._n_steps_before = 0  # the last reset
         self._n_added = 0
@@ -298,6 +300,7 @@ class Planner:
         if commit is not None:
             self._outbox.commit(sequence.microbatch, commit)
             tokens = commit.tokens
+            self._acceptance.count(rows, result)
         prompt_logprobs = result.prompt_logprobs
         if prompt_logprobs:
             # After a retraction the first ones come a second time.
@@ -341,6 +344,7 @@ class Planner:
             requests=self._n_added,
             retractions=self._composer.n_retractions,
             chunks_warning=self.sizer.warning,
+            drafts=self._acceptance.statistics(),
         )
 
     def state(self) -> PlannerState:
@@ -359,6 +363,7 @@ class Planner:
             yielding=tuple([len(group.yielding) for group in groups]),
             pages=tuple([ledger(group) for group in groups]),
             chunks=self.sizer.words(),
+            drafts=self._acceptance.statistics(),
         )
 
     def check(self) -> None:

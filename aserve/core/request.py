@@ -78,11 +78,21 @@ class Output(msgspec.Struct, frozen=True):
     cached_len: int
     error: str | None = None
 
+    @property
+    def n_steps(self) -> int:
+        """Of the model, that drew `tokens`: one, however many drafts were accepted with it."""
+        return int(bool(self.tokens))
+
 
 class Usage(msgspec.Struct, frozen=True):
+    """`target_steps` are the steps of the model in which the completion was drawn: one a token
+    without speculative decoding, fewer with it. The first is the one that ended the prompt.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    target_steps: int = 0
 
     @property
     def total_tokens(self) -> int:

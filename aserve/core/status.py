@@ -2,6 +2,7 @@
 
 import msgspec
 
+from aserve.core.acceptance import DraftStatistics
 from aserve.core.group import Group
 
 
@@ -21,6 +22,7 @@ class PlannerStatistics(msgspec.Struct, frozen=True):
     requests: int
     retractions: int
     chunks_warning: str = ""  # why chunks are of fixed length though dynamic ones were asked for
+    drafts: DraftStatistics = DraftStatistics()
 
 
 class RankProgress(msgspec.Struct, frozen=True):
@@ -68,3 +70,4 @@ class PlannerState(msgspec.Struct, frozen=True):
     yielding: tuple[int, ...]  # to be retracted then
     pages: tuple[PageLedger, ...]
     chunks: str  # how prompt chunks are sized, in words
+    drafts: DraftStatistics = DraftStatistics()

@@ -252,14 +252,15 @@ def test_every_spelling_of_a_format_means_the_same(
 
 def test_a_prompt_counts_once_however_many_choices_share_it() -> None:
     tally = UsageTally()
-    for usage in (Usage(10, 3, 4), Usage(10, 5, 10)):
+    for usage in (Usage(10, 3, 4, 2), Usage(10, 5, 10, 3)):
         tally.add(0, usage)
-    tally.add(1, Usage(7, 1, 0))
+    tally.add(1, Usage(7, 1, 0, 1))
     assert usage_of(tally.prompts) == {
         "prompt_tokens": 17,
         "completion_tokens": 9,
         "total_tokens": 26,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "target_steps": 6,
     }
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from aserve import cli
+from aserve.cli import doctor
 from tests.api.serving import LIMIT_S, Running, config_of, running
 
 COMPLETE = "/v1/completions"
@@ -29,6 +30,20 @@ def test_debug_state_tells_ranks_steps_and_pages(server: Running) -> None:
     assert rank["reported_step"] == rank["step"] == state["planner"]["step"] - 1
     assert state["steps"] == state["silent"] == []
     assert state["planner"]["pages"][0]["owned"] == 0
+    assert state["spec"] == {"method": "none", "depth": 0, "topk": 0, "tokens": 0}
+    assert state["planner"]["drafts"]["target_steps"] >= 3
+
+
+def test_the_doctor_tells_what_becomes_of_drafts(server: Running) -> None:
+    with server.client() as client:
+        state = client.get("/debug/state").json()
+    assert not any(line.startswith("drafts by") for line in doctor.report(state))
+    state["spec"] = {"method": "ngram", "depth": 4, "topk": 1, "tokens": 4}
+    state["planner"]["drafts"] |= {"drafts": 8, "accepted": 20}
+    told = "drafts by ngram, now 4 tokens in 4 levels; 8 so far, of which 2.50 tokens each were "
+    assert told + "accepted" in list(doctor.report(state))
+    state["spec"] |= {"depth": 0, "tokens": 0}
+    assert any("ngram, now none; 8 so far" in line for line in doctor.report(state))
 
 
 def test_the_doctor_prints_it(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,8 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert grown("aserve_request_seconds_count") == 1
     assert grown("aserve_request_seconds_bucket", le="+Inf") == 1
     assert grown("aserve_steps_total") >= 5
+    assert grown("aserve_target_steps_total") == 5
+    assert grown("aserve_spec_drafts_total") == 0
     for status in ("200", "400"):
         labels = {"method": "POST", "route": COMPLETE, "status": status}
         assert grown("aserve_http_responses_total", **labels) == 1

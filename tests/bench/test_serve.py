@@ -19,8 +19,10 @@ from aserve.bench.workload import Ask, Fit, Prompts, Span, draw_workload
 class Server:
     """Answers /models, and /completions with one chunk a token; counts how busy it gets."""
 
-    def __init__(self, *, usage: bool = True, status: int = 200, cut_after: int = -1) -> None:
-        self.usage, self.status, self.cut_after = usage, status, cut_after
+    def __init__(
+        self, *, usage: bool = True, status: int = 200, cut_after: int = -1, steps: int = 0
+    ) -> None:
+        self.usage, self.status, self.cut_after, self.steps = usage, status, cut_after, steps
         self.bodies: list[dict[str, object]] = []
         self.n_connections = self.n_now = self.n_now_max = 0
 
@@ -65,6 +67,7 @@ class Server:
             prompt = body["prompt"]
             prompt_tokens = len(prompt.split()) + 1 if isinstance(prompt, str) else len(prompt)
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": n_tokens}
+            usage |= {"target_steps": self.steps} if self.steps else {}
             await stream.send_all(_event({"choices": [], "usage": usage}))
         await stream.send_all(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
         return True
@@ -118,6 +121,19 @@ async def test_every_token_and_request_is_counted() -> None:
     assert server.n_now_max == 3
     assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in measured)
     assert "12 requests, 0 failed" in table(summary)
+
+
+async def test_a_server_that_tells_its_steps_shows_its_accepted_length() -> None:
+    asked = ("--requests", "2", "--concurrency", "1", "--warmup", "0", "--output-len", "9")
+    async with running(Server(steps=5).handle) as url:
+        summary = await serve.measure(flags("--url", url, *asked))
+    assert summary["accepted_len_mean"] == 2.0  # 8 tokens after the first in 4 steps
+    assert "accepted length: 2.00 tokens a step" in table(summary)
+    for steps, mean in ((9, 1.0), (0, None)):
+        async with running(Server(steps=steps).handle) as url:
+            summary = await serve.measure(flags("--url", url, *asked))
+        assert summary["accepted_len_mean"] == mean
+        assert "accepted length" not in table(summary)
 
 
 async def test_connections_are_kept_alive() -> None:

@@ -41,6 +41,7 @@ def test_json_says_everything(tiny_model_path: pathlib.Path) -> None:
         "completion_tokens": 6,
         "total_tokens": 9,
         "cached_tokens": 0,
+        "target_steps": 6,
     }
 
 

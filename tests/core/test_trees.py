@@ -138,6 +138,7 @@ def test_accepted_drafts_save_steps_and_keep_the_text() -> None:
     assert [len(one.logprobs) for one in deployment.outputs] == [
         len(one.tokens) for one in deployment.outputs
     ]
+    assert sum(one.n_steps for one in deployment.outputs) == len(deployment.outputs) <= 1 + 5
     deployment.check_texts()
     deployment.check_idle()
 

@@ -49,7 +49,7 @@ FEATURES = """
 """
 
 TALKS = [
-    [{"role": "user", "content": "Hi <b>& \"you\"</b> é 日本"}],
+    [{"role": "user", "content": 'Hi <b>& "you"</b> é 日本'}],
     [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "x\n y"}],
     [
         {"role": "user", "content": "a"},
