@@ -25,6 +25,7 @@ from aserve.tensor.tokens import Seat, Tokens, even_shares
 BLOCK_COLUMNS = 96  # a row block is long enough that adding blocks up costs little
 BLOCK_COUNTS = (12, 8, 6, 4, 3, 2)  # 12 serves 2, 3, 4, 6 and 12 ranks
 POSITIONS_MIN = 2048  # of the first rotary table
+HIDDEN, FEATURE = "hidden", "feature_"  # after the final norm; what enters a layer
 ATTENTION, MLP = ("attn_tp",), ("tp",)
 VOCAB = Split(0, ("tp",))
 
@@ -44,11 +45,18 @@ MlpOf = Callable[[ModelSpec, int, Weights, Ops], Mlp]  # the MLP of a layer, by 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """What the layers share in one step."""
+    """What the layers share in one step; what enters those that are captured is left in `seen`, by
+    their global index."""
 
     tokens: Tokens
     attend: Attend
     rope: RopeTable
+    seen: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def feature_of(layer: int) -> str:
+    """The name of what enters a layer: the sum of all before it."""
+    return f"{FEATURE}{layer}"
 
 
 def row_blocks(k: int) -> int:
@@ -91,6 +99,13 @@ class Attention:
         self.dim, self.eps, self.scale, self.ops = dim, spec.eps, dim**-0.5, ops
 
     def __call__(self, x_TH: Tensor, kv: KvLayer, step: Step) -> Tensor:
+        out_TK = self.read(self.place(x_TH, kv, step), kv, step.attend)
+        if not self.out.is_split:
+            return self.ops.linear(out_TK, self.out.weight)
+        return self.add_up(out_TK, x_TH, step.tokens)
+
+    def place(self, x_TH: Tensor, kv: KvLayer, step: Step) -> Tensor:
+        """Write k and v of all rows; q_THD of theirs."""
         ops, attend, seat = self.ops, step.attend, step.tokens.seat
         qkv_TAD = ops.linear(x_TH, self.qkv).view(-1, self.n_parts, self.dim)
         q_THD, k_TGD, v_TGD = qkv_TAD.split_with_sizes(self.parts, 1)
@@ -101,10 +116,11 @@ class Attention:
         if seat.cp.size > 1:
             k_TGD, v_TGD = step.tokens.whole_sequence(k_TGD, v_TGD)
         ops.kv_append(k_TGD, v_TGD, kv, attend.slots_T)
-        out_TK = ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
-        if not self.out.is_split:
-            return ops.linear(out_TK, self.out.weight)
-        return self.add_up(out_TK, x_TH, step.tokens)
+        return q_THD
+
+    def read(self, q_THD: Tensor, kv: KvLayer, attend: Attend) -> Tensor:
+        """[T, heads * dim]: what the output projection is to take."""
+        return self.ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
 
     def add_up(self, out_TK: Tensor, x_TH: Tensor, tokens: Tokens) -> Tensor:
         """[T, H] like `x_TH`: the output projection over all ranks that hold heads of them."""
@@ -225,6 +241,8 @@ class Model:
     last. `grid` and `rank` say of which layout."""
 
     nbytes = 0  # of weights in memory, set by the loader
+    features: tuple[str, ...] = ()  # what else is wanted of its rows
+    captured: tuple[int, ...] = ()  # layers, of the whole model, whose input rows that takes
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, ops: Ops, mlp_of: MlpOf, grid: Grid, rank: int
@@ -250,6 +268,13 @@ class Model:
         self.rotary = Rotary(spec, divisors)
         self.through: Through = self.one_by_one
 
+    def capture(self, features: Sequence[str]) -> None:
+        """From now on keep of each row what `features` name, the same on every rank."""
+        self.features = tuple(dict.fromkeys(features))
+        layers = [int(name.removeprefix(FEATURE)) for name in self.features if name != HIDDEN]
+        assert all(0 <= layer < self.spec.layers for layer in layers), (features, self.spec.layers)
+        self.captured = tuple(sorted(layers))
+
     def regions(self) -> tuple[Region, ...]:
         """The KV of this stage's layers, as this rank holds it."""
         spec = self.spec
@@ -263,8 +288,12 @@ class Model:
         kv: Sequence[KvLayer],
         attend: Attend,
         hidden_SH: Tensor | None = None,
+        seen: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """float32 [T, hidden] of this rank's rows, after the final norm on the last stage.
+
+        What enters those of the `captured` layers that are here goes to `seen`, each float32 [T,
+        hidden].
 
         `ids_G` (int64) are the tokens of the whole stage, in stage order; `kv[i]` belongs to this
         stage's layer i. A stage that is not the first takes as `hidden_SH` this rank's
@@ -278,14 +307,17 @@ class Model:
         # As many positions as there are slots: to look for the greatest would give up the
         # interpreter just before the layers are given their work.
         positions = attend.page_table_NP.shape[1] * kv[0].k_PSHD.shape[1]
-        step = Step(tokens, attend, self.rotary.upto(positions))
+        step = Step(tokens, attend, self.rotary.upto(positions), {} if seen is None else seen)
         return self.through(x_TH, kv, step)
 
     def one_by_one(self, x_TH: Tensor, kv: Sequence[KvLayer], step: Step) -> Tensor:
         """`through` by the operations of `Ops`."""
         added_TH = None
-        for layer, pages in zip(self.layers, kv, strict=True):
-            x_TH, added_TH = layer(x_TH, added_TH, pages, step)
+        for number, layer, pages in zip(self.stage, self.layers, kv, strict=True):
+            x_TH, added_TH = layer.attend(x_TH, added_TH, pages, step)
+            if number in self.captured:
+                step.seen[number] = x_TH
+            x_TH, added_TH = layer.mix(x_TH, added_TH, step.tokens)
         return self.finish(x_TH, added_TH)
 
     def finish(self, x_TH: Tensor, added_TH: Tensor | None) -> Tensor:

@@ -44,27 +44,37 @@ class Whole:
             for layer in model.layers
         ]
         norm_H = model.norm if model.is_last else None
+        self.model = model
         self.blocks, self.stack = blocks, blocks.stack(layers, norm_H, model.spec.eps)
 
     def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: Step) -> Tensor:
-        return self.stack(x_TH, kv, self.blocks.step(step.attend, step.rope))
+        rows, stage = self.blocks.step(step.attend, step.rope), self.model.stage
+        here = [number for number in self.model.captured if number in stage]
+        if not here:
+            return self.stack(x_TH, kv, rows)
+        places = [number - stage.start for number in here]
+        x_TH, entering = self.stack.capturing(x_TH, kv, rows, places)
+        step.seen.update(zip(here, entering, strict=True))
+        return x_TH
 
 
 class Apart:
     """Layer by layer, each half in one call where there is a block for it."""
 
     def __init__(self, model: Model, blocks: Blocks) -> None:
-        self.blocks, self.finish = blocks, model.finish
+        self.model, self.blocks = model, blocks
         self.is_cut = model.grid.cp > 1
         self.layers = [FusedLayer(layer, blocks, self.is_cut) for layer in model.layers]
 
     def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: Step) -> Tensor:
         rows = None if self.is_cut else self.blocks.step(step.attend, step.rope)
-        added_TH = None
-        for layer, pages in zip(self.layers, kv, strict=True):
+        added_TH, model = None, self.model
+        for number, layer, pages in zip(model.stage, self.layers, kv, strict=True):
             x_TH, added_TH = layer.attend(x_TH, added_TH, pages, step, rows)
+            if number in model.captured:
+                step.seen[number] = x_TH
             x_TH, added_TH = layer.mix(x_TH, added_TH, step.tokens)
-        return self.finish(x_TH, added_TH)
+        return model.finish(x_TH, added_TH)
 
 
 class FusedLayer:

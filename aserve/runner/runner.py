@@ -13,6 +13,7 @@ from aserve.core.replica import KvMove, Replica, RowsView
 from aserve.models.registry import Model
 from aserve.runner.drawing import Drawing
 from aserve.runner.draws import Draws
+from aserve.runner.features import Features
 from aserve.runner.inputs import PageTables, StepInputs, tokens_of
 from aserve.runner.kv_store import KvStore
 from aserve.tensor.collective import LayerPlane
@@ -78,6 +79,7 @@ class Runner:
         self._tables = PageTables(kv.page_size)
         self._draws = Draws(partial(grammar.compile, tokenizer=tokenizer, vocab=model.spec.vocab))
         self._drawing = Drawing(model, self._seat, sampler, self._draws)
+        self._features = Features(model)
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
@@ -99,7 +101,7 @@ class Runner:
         inward: dict[str, tuple[Shape, torch.dtype]] = {}
         if not self._model.is_first:
             n_rows = tokens.slice_counts[self._seat.place.attn_tp]
-            inward["hidden"] = ((n_rows, self._model.spec.hidden), torch.float32)
+            inward = self._features.inward(n_rows)
         for seq in drops:
             self._tables.drop(seq)
         inputs = StepInputs(views, self._tables, tokens) if views else None
@@ -121,7 +123,7 @@ class Runner:
         if work.inputs is not None:
             results, bundle = self._run(work, work.inputs, inward or {})
         elif not self._model.is_last:
-            bundle = {"hidden": torch.empty(0, self._model.spec.hidden)}
+            bundle = self._features.nothing()
         micros = round((time.perf_counter() - started) * 1e6)
         return Outward(results, bundle, work.digest, micros)
 
@@ -136,12 +138,13 @@ class Runner:
         model, tokens = self._model, work.tokens
         if inputs.lagging:
             inputs.fill_in(self._drawn(inputs.lagging))
+        seen: dict[int, Tensor] = {}
         hidden_TH = model.forward(
-            inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden")
+            inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden"), seen
         )
-        if model.is_last:
-            return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
-        return (), {"hidden": tokens.slice(hidden_TH)}
+        if not model.is_last:
+            return (), self._features.outward(tokens, hidden_TH, seen, inward)
+        return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
 
     def _drawn(self, lagging: Sequence[RowsView]) -> list[int]:
         """The tokens of these rows: told to the stage by the leaders who drew them. Where a draw

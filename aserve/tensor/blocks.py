@@ -96,6 +96,12 @@ class Stack(Protocol):
         """[T, H], after the final norm if there is one. `kv[i]` belongs to layer i."""
         ...
 
+    def capturing(
+        self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(the same, the [T, H] that enters each of `layers`), which ascend."""
+        ...
+
 
 class Blocks(Protocol):
     def step(self, attend: Attend, rope: RopeTable) -> BlockStep:

@@ -200,13 +200,28 @@ class NativeStack:
         handles = [(attention.handle, mlp.handle) for attention, mlp in pairs]
         self.handle = _native.Stack(handles, norm, eps)
         self._pools = KnownPools()
+        self._captures = Outputs()  # large ones live as long as what leaves the stack: own memory
 
     def __call__(self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep) -> Tensor:
+        return self._run(x_TH, kv, step, ())
+
+    def capturing(
+        self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep, layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        entering = self._captures.empty((len(layers), *x_TH.shape)).unbind(0)
+        captures = tuple((n, x.data_ptr()) for n, x in zip(layers, entering, strict=True))
+        if not len(x_TH):  # no rows have no address
+            captures = ()
+        return self._run(x_TH, kv, step, captures), entering
+
+    def _run(
+        self, x_TH: Tensor, kv: Sequence[KvLayer], step: BlockStep, captures: tuple[object, ...]
+    ) -> Tensor:
         _, x = _rows(x_TH, self.hidden)
         blocks, out_TH = self.blocks, self.blocks.outputs.empty(x_TH.shape)
         given, pools = _addresses(step, x_TH), self._pools.of(kv)
         _native.run_stack(
-            blocks.team, blocks.space, self.handle, given, pools, x, out_TH.data_ptr()
+            blocks.team, blocks.space, self.handle, given, pools, captures, x, out_TH.data_ptr()
         )
         return out_TH
 

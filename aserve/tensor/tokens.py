@@ -152,6 +152,16 @@ class Tokens:
         both = cp.all_gather(torch.cat((k_TGD, v_TGD), dim=1), self.cp_counts)
         return both[:, :heads], both[:, heads:]
 
+    def whole_group(self, x_TH: Tensor) -> Tensor:
+        """This rank's rows -> all rows of its DP group, in the plan's order."""
+        cp = self.seat.cp
+        if cp.size == 1:
+            return x_TH
+        cut_TH = cp.all_gather(x_TH, self.cp_counts)
+        whole_TH = torch.empty_like(cut_TH)
+        whole_TH[torch.from_numpy(self.group_order)] = cut_TH
+        return whole_TH
+
     def pick(self, x_TH: Tensor, rows: Sequence[int]) -> Picked:
         """Rows of `x_TH` by their ascending numbers in the plan, gathered from all ranks."""
         if self.seat.tp.size == 1:

@@ -193,9 +193,25 @@ void run_mlp(Team& team, SharedSpace& shared, const MlpHandle& handle, int64_t r
   });
 }
 
+// captures: (layer, address) pairs by ascending layers.
+std::vector<Capture> captures_of(const py::tuple& captures, int64_t layers) {
+  std::vector<Capture> made;
+  made.reserve(captures.size());
+  for (const auto& item : captures) {
+    const auto pair = item.cast<py::tuple>();
+    made.push_back({pair[0].cast<int64_t>(), at<float>(pair[1].cast<Address>())});
+    const int64_t before = made.size() < 2 ? -1 : made[made.size() - 2].layer;
+    require(made.back().layer > before && made.back().layer < layers,
+            "captured layers do not ascend, or are not in the stack");
+    require(made.back().rows != nullptr, "no place for what is captured");
+  }
+  return made;
+}
+
 // pools: one a layer, all of the same shape.
 void run_layers(Team& team, SharedSpace& shared, const StackHandle& handle,
-                const py::tuple& step_of, const py::tuple& pools, Address x, Address out) {
+                const py::tuple& step_of, const py::tuple& pools, const py::tuple& captures_of_,
+                Address x, Address out) {
   const BlockStep step = block_step(step_of);
   require(pools.size() == handle.layers.size(), "as many pools as layers");
   std::vector<KvPages> pages;
@@ -209,8 +225,11 @@ void run_layers(Team& team, SharedSpace& shared, const StackHandle& handle,
             "layers differ in pages");
     require_fit(handle.layers[pages.size() - 1].attention, step, pages.back());
   }
+  const auto captures = captures_of(captures_of_, static_cast<int64_t>(handle.layers.size()));
   in_turn(shared, [&](Workspace& space) {
-    run_stack(team, space, handle.stack(), step, pages.data(), at<const float>(x), at<float>(out));
+    run_stack(team, space, handle.stack(), step, pages.data(),
+              {captures.data(), static_cast<int64_t>(captures.size())}, at<const float>(x),
+              at<float>(out));
   });
 }
 

@@ -73,6 +73,12 @@ void place_rows(Team& team, const AttentionBlock& b, const BlockStep& step, cons
   });
 }
 
+void copy_rows(Team& team, const float* x, int64_t rows, int64_t hidden, float* y) {
+  share_rows(team, rows, hidden, [&](int64_t begin, int64_t end) {
+    std::copy(x + begin * hidden, x + end * hidden, y + begin * hidden);
+  });
+}
+
 Attention attention_call(const AttentionBlock& b, const BlockStep& step, const KvPages& pages,
                          const float* qkv, float* out) {
   Attention call = step.attend;
@@ -118,16 +124,23 @@ void mlp_block(Team& team, Workspace& space, const MlpBlock& b, int64_t rows, co
 }
 
 void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep& step,
-               const KvPages* pages, const float* x, float* out) {
+               const KvPages* pages, const Captures& captures, const float* x, float* out) {
   const Team::Busy busy(team);
   const int64_t rows = step.rows, hidden = stack.layers[0].attention.hidden();
   float* added = space.take(Workspace::added, rows * hidden);
   float* total = space.take(Workspace::total, rows * hidden);
+  const Capture *next = captures.at, *end = next + captures.n;
   Stream stream{x, nullptr, total};
   for (int64_t i = 0; i < stack.n; ++i) {
     const LayerBlocks& layer = stack.layers[i];
+    // The sum that enters a layer is made by its first norm: it is left where it is wanted, and the
+    // stream goes on from there.
+    float* entering = next != end && next->layer == i ? (next++)->rows : nullptr;
+    if (entering != nullptr && i == 0) copy_rows(team, x, rows, hidden, entering);
+    stream.total = entering != nullptr ? entering : total;
     attention_block(team, space, layer.attention, step, pages[i], stream, Sums::whole, added);
-    stream.added = added;
+    if (i > 0) stream.x = stream.total;
+    stream = {stream.x, added, total};
     mlp_block(team, space, layer.mlp, rows, stream, Sums::whole, added);
     stream.x = total;
   }

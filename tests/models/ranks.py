@@ -121,7 +121,7 @@ class Rank:
         self.grid, self.layer, self.script = model.grid, layer, script
         self.recorder = Recorder(script)
         regions = model.regions()
-        kv = KvStore(regions, PAGE_SIZE, PAGES)
+        self.kv = kv = KvStore(regions, PAGE_SIZE, PAGES)
         for pool in kv.layers:  # a slot that is read before it is written shows in the logits
             pool.k_PSHD.fill_(torch.nan)
             pool.v_PSHD.fill_(torch.nan)

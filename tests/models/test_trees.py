@@ -41,10 +41,11 @@ class Driven:
         return RowsView(state, Rows(seq, start, tokens, parents, True, ()), 0, PAGE_SIZE)
 
     @torch.inference_mode()
-    def forward(self, *views: RowsView) -> list[Tensor]:
+    def forward(self, *views: RowsView, seen: dict[int, Tensor] | None = None) -> list[Tensor]:
         tokens = tokens_of(views, self.seat)
         inputs = StepInputs(views, self.tables, tokens)
-        hidden = self.model.forward(inputs.ids_G, tokens, self.kv.layers, inputs.attend)
+        ids, attend, kv = inputs.ids_G, inputs.attend, self.kv.layers
+        hidden = self.model.forward(ids, tokens, kv, attend, seen=seen)
         return list(hidden.split([view.n_rows for view in views]))
 
 

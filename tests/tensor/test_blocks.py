@@ -94,6 +94,36 @@ def test_a_stack_has_the_bits_of_its_operations(
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 1, 2, 3)])
+def test_a_stack_leaves_what_enters_its_layers(ops: NativeOps, layers: tuple[int, ...]) -> None:
+    cases = [Case(ops, SIZES[1], seed) for seed in range(4)]
+    plain, pools = [[cases[0].copied() for _ in cases] for _ in range(2)]
+    attend = cases[0].attend()
+    x = cases[0].noise(len(attend.positions_T), SIZES[1].hidden)
+    total, added, entering = x, None, []
+    for case, kv in zip(cases, plain, strict=True):
+        entering.append(total if added is None else ops.add(total, added))
+        total, added = layer_plainly(case, total, added, kv, attend)
+    blocks = cases[0].blocks
+    stack = blocks.stack([(case.attention, case.mlp) for case in cases], None, 1e-6)
+    step = blocks.step(attend, cases[0].rope)
+    for _ in range(2):
+        out, left = stack.capturing(x, pools, step, layers)
+        assert torch.equal(out, stack(x, pools, step))
+        assert len(left) == len(layers)
+        for layer, rows in zip(layers, left, strict=True):
+            assert torch.equal(rows, entering[layer]), layer
+
+
+@pytest.mark.parametrize("layers", [(1,), (-1,), (0, 0)])
+def test_only_layers_of_a_stack_are_captured(ops: NativeOps, layers: tuple[int, ...]) -> None:
+    case = Case(ops, SIZES[0])
+    stack = case.blocks.stack([(case.attention, case.mlp)], None, 1e-5)
+    step = case.blocks.step(case.attend(), case.rope)
+    with pytest.raises(ValueError, match="captured layers do not ascend, or are not in the stack"):
+        stack.capturing(torch.randn(11, 64), [case.pool.kv], step, layers)
+
+
 def test_a_row_has_the_same_bits_in_any_batch(ops: NativeOps) -> None:
     case = Case(ops, SIZES[4])
     attend = case.attend()
@@ -126,6 +156,7 @@ def test_no_rows_are_no_work(ops: NativeOps) -> None:
     assert case.attention.parts(x, x, case.pool.kv, step)[1].shape == (2, 0, 64)
     stack = case.blocks.stack([(case.attention, case.mlp)], None, 1e-5)
     assert stack(x, [case.pool.kv], step).shape == (0, 64)
+    assert stack.capturing(x, [case.pool.kv], step, (0,))[1][0].shape == (0, 64)
     assert same_pools(before, case.pool.kv)
 
 

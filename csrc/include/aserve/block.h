@@ -98,8 +98,20 @@ struct Stack {
   float eps;
 };
 
+// Where the rows that enter a layer of a stack are left, for who wants them beside what comes out.
+struct Capture {
+  int64_t layer;
+  float* rows;  // [rows, hidden]
+};
+
+// By ascending layers, each at most once.
+struct Captures {
+  const Capture* at;
+  int64_t n;
+};
+
 // pages[i] belongs to layer i; x and out are [rows, hidden].
 void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep& step,
-               const KvPages* pages, const float* x, float* out);
+               const KvPages* pages, const Captures& captures, const float* x, float* out);
 
 }  // namespace aserve
