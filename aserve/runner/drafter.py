@@ -6,9 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aserve.core.message import Drafting
+from aserve.core.message import Drafting, Result
 from aserve.core.replica import RowsView
 from aserve.core.tree import Draft
+from aserve.core.verdict import known_rows
+from aserve.models.regions import Region
+from aserve.tensor.ops import KvLayer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,16 @@ class Kept:
     tokens: tuple[int, ...]
     is_drawn: bool
 
+    @classmethod
+    def of(cls, view: RowsView, first_row: int, result: Result) -> "Kept":
+        """What `view` came to by its result, which is no error."""
+        next_at = view.start + 1
+        n_given = known_rows(view.rows) - bool(result.tokens)  # rows whose next token was known
+        given = view.state.tokens[next_at : next_at + n_given] if n_given else []
+        tokens = (*given, *result.tokens)
+        assert len(tokens) == len(result.path), (view.rows.seq, result.path, len(tokens))
+        return cls(view, first_row, result.path, tokens, bool(result.tokens))
+
 
 class Drafter(Protocol):
     """Keeps what it needs of each sequence until its drop; KV of its own lies in the slots of the
@@ -44,4 +57,16 @@ class Drafter(Protocol):
 
     def drop(self, seq: int) -> None:
         """Forget a sequence, known or not."""
+        ...
+
+
+class DraftModel(Protocol):
+    """What drafters are made of: weights, if they have any, that stay when ranks start anew."""
+
+    def regions(self) -> tuple[Region, ...]:
+        """KV in the slots of the sequences' pages, beside that of the target's layers."""
+        ...
+
+    def drafter(self, kv: Sequence[KvLayer]) -> Drafter:
+        """One that knows no sequence yet; `kv` are the layers of `regions`, in their order."""
         ...

@@ -2,6 +2,10 @@
 
 Every rank of the last stage takes part with its columns of the vocabulary; the leader of a DP group
 draws for it. Which rows need logits follows from the plan, so all ranks know of all.
+
+A tree is drawn from its root down the one path that the draws themselves choose: at each row with
+what its own path makes of penalties, bans and grammar, as if the tokens before it had come one by
+one. So a text does not depend on what was drafted, and rows off the path cost no draw.
 """
 
 import itertools
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from aserve.core.message import Result, TokenLogprob
 from aserve.core.replica import RowsView
+from aserve.core.verdict import known_rows
 from aserve.models.registry import Model
 from aserve.runner.draws import Draws
 from aserve.tensor.sampler import NOT_A_NUMBER, Drawn, Sampler, SampleRow
@@ -24,6 +29,46 @@ LOGITS_ROWS_MAX = 64  # prompt rows whose logits are in memory at once
 
 Head = Callable[[Sequence[int]], Tensor]  # at a leader the logits of its group's rows among these
 Told = dict[int, tuple[TokenLogprob, ...] | None]  # by the place of a view; None: not a number
+
+
+class Walk:
+    """The draws of one sequence's rows: one below known tokens, and down a tree as many as the
+    draft foresaw, and one more.
+
+    The next one is of the token for `position`, by the logits at `place` of the group's.
+    """
+
+    __slots__ = ("_first_place", "drawn", "error", "path", "place", "position", "view")
+
+    def __init__(self, view: RowsView, first_place: int) -> None:
+        n_known = known_rows(view.rows)
+        self.view = view
+        self.path = ONE_ROW if n_known == 1 else tuple(range(n_known))
+        self.position = view.start + n_known
+        self.place = self._first_place = first_place
+        self.drawn: list[Drawn] = []
+        self.error: str | None = None
+
+    def take(self, drawn: Drawn) -> bool:
+        """Note a draw; whether there is another one, below a draft that is the token drawn."""
+        if drawn.error is not None:
+            if self.drawn:
+                # Without drafts the token before would go out first: so it does, and this row is
+                # computed again, alone.
+                self.path = self.path[:-1]
+            else:
+                self.error = drawn.error
+            return False
+        self.drawn.append(drawn)
+        rows = self.view.rows
+        below = self.path[-1]
+        for row in range(below + 1, len(rows.parents)):
+            if rows.parents[row] == below and rows.tokens[row] == drawn.token:
+                self.path = (*self.path, row)
+                self.position += 1
+                self.place = self._first_place + row
+                return True
+        return False
 
 
 class Drawing:
@@ -60,32 +105,58 @@ class Drawing:
 
     def _draw(
         self, views: Sequence[RowsView], last_rows: Sequence[int], head: Head
-    ) -> dict[int, Drawn]:
-        """By the place of its view, each draw of this rank's group."""
-        places = [place for place, view in enumerate(views) if view.rows.sample]
-        if not places:
+    ) -> dict[int, Walk]:
+        """By the place of its view, the draws of each that draws in this rank's group."""
+        walks: dict[int, Walk] = {}
+        rows: list[int] = []
+        n_own = 0
+        for place, view in enumerate(views):
+            if not view.rows.sample:
+                continue
+            n_logits, end = len(view.rows.parents) or 1, last_rows[place] + 1
+            rows += range(end - n_logits, end)
+            if view.group == self._group:
+                walks[place] = Walk(view, n_own)
+                n_own += n_logits
+        if not rows:
             return {}
-        own = [place for place in places if views[place].group == self._group]
         # All that Python does comes before the logits: the threads that make them are still awake
         # when it is their turn to draw.
-        asked = [self._row(views[place]) for place in own]
-        rows = [row for row in asked if isinstance(row, SampleRow)]
-        logits_RV = head([last_rows[place] for place in places])
-        assert len(own) == logits_RV.shape[0], (len(own), logits_RV.shape)
-        if len(rows) < len(own):
-            logits_RV = logits_RV[[isinstance(row, SampleRow) for row in asked]]
-        found = iter(self._sampler.sample(logits_RV, rows) if rows else ())
-        drawn: dict[int, Drawn] = {}
-        for place, row in zip(own, asked, strict=True):
-            one = drawn[place] = row if isinstance(row, Drawn) else next(found)
-            view = views[place]
-            self._draws.drew(view.rows.seq, view.kv_len, -1 if one.error else one.token)
-        return drawn
+        level = [(walk, self._row(walk)) for walk in walks.values()]
+        logits_RV = head(rows)
+        assert n_own == logits_RV.shape[0], (n_own, logits_RV.shape)
+        while level:
+            level = [(walk, self._row(walk)) for walk in self._sample(level, logits_RV)]
+        return walks
 
-    def _row(self, view: RowsView) -> SampleRow | Drawn:
+    def _sample(
+        self, level: Sequence[tuple[Walk, SampleRow | Drawn]], logits_RV: Tensor
+    ) -> list[Walk]:
+        """One draw of each walk; those that go on."""
+        rows: list[SampleRow] = []
+        places: list[int] = []
+        for walk, row in level:
+            if isinstance(row, SampleRow):
+                rows.append(row)
+                places.append(walk.place)
+        found = iter(self._sampler.sample(_at(logits_RV, places), rows) if rows else ())
+        going: list[Walk] = []
+        for walk, row in level:
+            one = row if isinstance(row, Drawn) else next(found)
+            seq, position = walk.view.rows.seq, walk.position
+            if walk.take(one):
+                going.append(walk)
+            if walk.error is not None:
+                self._draws.drew(seq, position, -1)
+            elif one.error is None:
+                self._draws.drew(seq, position, one.token)
+        return going
+
+    def _row(self, walk: Walk) -> SampleRow | Drawn:
+        view = walk.view
         if view.rows.is_lagging and self._draws.last(view.rows.seq) < 0:
             return Drawn(-1, error=NOTHING_BEFORE)
-        return self._draws.row(view.state, view.kv_len)
+        return self._draws.row(view.state, walk.position)
 
     def _logits(self, tokens: Tokens, hidden_TH: Tensor, rows: Sequence[int]) -> Tensor:
         """At a leader those of its group's `rows` (numbers in the plan), in their order."""
@@ -137,14 +208,25 @@ def _tell(told: Told, place: int, found: Sequence[TokenLogprob | None]) -> None:
     told[place] = so_far + numbers if is_whole else None
 
 
-def _result(view: RowsView, drawn: Drawn | None, told: tuple[TokenLogprob, ...] | None) -> Result:
-    seq, n_rows = view.rows.seq, len(view.rows.tokens)
-    path = ONE_ROW if n_rows == 1 else tuple(range(n_rows))
+def _at(logits_RV: Tensor, places: Sequence[int]) -> Tensor:
+    """Rows of logits by their ascending places, if possible as they lie in memory."""
+    if places[-1] - places[0] == len(places) - 1:
+        return logits_RV[places[0] : places[-1] + 1]
+    return logits_RV[list(places)]
+
+
+def _result(view: RowsView, walk: Walk | None, told: tuple[TokenLogprob, ...] | None) -> Result:
+    seq = view.rows.seq
     if told is None:
-        drawn, told = Drawn(-1, error=NOT_A_NUMBER), ()
-    if drawn is None:
-        return Result(seq, path, (), (), told)
-    if drawn.error is not None:
-        return Result(seq, path, (), error=drawn.error)
-    logprobs = () if drawn.logprob is None else (drawn.logprob,)
-    return Result(seq, path, (drawn.token,), logprobs, told)
+        return Result(seq, _whole(view), (), error=NOT_A_NUMBER)
+    if walk is None:
+        return Result(seq, _whole(view), (), (), told)
+    if walk.error is not None:
+        return Result(seq, walk.path, (), error=walk.error)
+    tokens = tuple([one.token for one in walk.drawn])
+    logprobs = tuple([one.logprob for one in walk.drawn if one.logprob is not None])
+    return Result(seq, walk.path, tokens, logprobs, told)
+
+
+def _whole(view: RowsView) -> tuple[int, ...]:
+    return tuple(range(known_rows(view.rows)))

@@ -5,12 +5,15 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
-from aserve.core.message import Result, StepPlan, StepReport
+from aserve.core.message import NO_DRAFTING, Drafting, Result, StepPlan, StepReport
 from aserve.core.replica import KvMove, Replica, RowsView
+from aserve.core.tree import malformed
 from aserve.models.registry import Model
+from aserve.runner.drafter import Drafter, Kept
 from aserve.runner.drawing import Drawing
 from aserve.runner.draws import Draws
 from aserve.runner.features import Features
@@ -42,6 +45,7 @@ class Work:
     inputs: StepInputs | None
     inward: Mapping[str, tuple[Shape, torch.dtype]]
     digest: int
+    drafting: Drafting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class Runner:
     draws; plans are applied while earlier ones are computed, so `apply` makes all inputs that do
     not wait for what those draw.
 
-    `layer` is the rank's end of the layer plane; a stage of one rank needs none.
+    `layer` is the rank's end of the layer plane; a stage of one rank needs none. A `drafter` is at
+    the leaders of DP groups; the other ranks obey what comes of it in plans.
     """
 
     def __init__(
@@ -69,23 +74,26 @@ class Runner:
         sampler: Sampler,
         tokenizer: Tokenizer,
         layer: LayerPlane | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         assert len(kv.layers) == len(model.stage), (len(kv.layers), model.stage)
         self.rank = model.rank
         self._model = model
         self._seat = Seat(model.grid, model.rank, layer, model.ops)
+        assert drafter is None or self._seat.is_leader, self.rank
         self._kv = kv
         self._replica = Replica(kv.page_size)
         self._tables = PageTables(kv.page_size)
         self._draws = Draws(partial(grammar.compile, tokenizer=tokenizer, vocab=model.spec.vocab))
         self._drawing = Drawing(model, self._seat, sampler, self._draws)
         self._features = Features(model)
+        self._drafter = drafter
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
         assert len(plan.batches) == self._seat.grid.dp, (len(plan.batches), self._seat.grid.dp)
         views, moves = self._replica.apply(plan)
-        return self.work(plan.step, views, moves, plan.drops)
+        return self.work(plan.step, views, moves, plan.drops, plan.drafting)
 
     def work(
         self,
@@ -93,10 +101,9 @@ class Runner:
         views: tuple[RowsView, ...],
         moves: tuple[KvMove, ...] = (),
         drops: tuple[int, ...] = (),
+        drafting: Drafting = NO_DRAFTING,
     ) -> Work:
         """What is to be done for the rows of a plan that has been applied."""
-        # They can be computed; drawing the path through one is not written yet.
-        assert not any(view.rows.parents for view in views), "trees of rows come with speculation"
         tokens = tokens_of(views, self._seat)
         inward: dict[str, tuple[Shape, torch.dtype]] = {}
         if not self._model.is_first:
@@ -105,7 +112,8 @@ class Runner:
         for seq in drops:
             self._tables.drop(seq)
         inputs = StepInputs(views, self._tables, tokens) if views else None
-        return Work(step, views, moves, drops, tokens, inputs, inward, self._replica.digest)
+        digest = self._replica.digest
+        return Work(step, views, moves, drops, tokens, inputs, inward, digest, drafting)
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         """Run the rows through the stage and draw. An error of one sequence is its own.
@@ -120,6 +128,8 @@ class Runner:
         self._move(work.moves)
         for seq in work.drops:
             self._draws.drop(seq)
+            if self._drafter is not None:
+                self._drafter.drop(seq)
         if work.inputs is not None:
             results, bundle = self._run(work, work.inputs, inward or {})
         elif not self._model.is_last:
@@ -144,7 +154,41 @@ class Runner:
         )
         if not model.is_last:
             return (), self._features.outward(tokens, hidden_TH, seen, inward)
-        return self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH), {}
+        features = self._features.of_group(tokens, hidden_TH, seen, inward)
+        results = self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH)
+        if self._drafter is not None:
+            results = self._with_drafts(work, results, features, self._drafter)
+        return results, {}
+
+    def _with_drafts(
+        self,
+        work: Work,
+        results: tuple[Result, ...],
+        features: Mapping[str, Tensor],
+        drafter: Drafter,
+    ) -> tuple[Result, ...]:
+        """What is to come below these results, of the own group's rows."""
+        kept: list[Kept] = []
+        places: list[int] = []
+        own = [view for view in work.views if view.group == self._seat.place.dp]
+        first_row = 0
+        for place, (view, result) in enumerate(zip(own, results, strict=True)):
+            if result.error is None:
+                kept.append(Kept.of(view, first_row, result))
+                places.append(place)
+            first_row += view.n_rows
+        if not kept:
+            return results
+        drafted = list(results)
+        drafts = drafter.draft(kept, features, work.drafting)
+        for place, draft in zip(places, drafts, strict=True):
+            if draft.tokens:
+                assert results[place].tokens, results[place].seq
+                assert malformed(draft, work.drafting.tokens) is None, draft
+                drafted[place] = msgspec.structs.replace(
+                    results[place], draft_tokens=draft.tokens, draft_parents=draft.parents
+                )
+        return tuple(drafted)
 
     def _drawn(self, lagging: Sequence[RowsView]) -> list[int]:
         """The tokens of these rows: told to the stage by the leaders who drew them. Where a draw

@@ -29,7 +29,13 @@ NO_TOKENIZER: Any = None
 class Ranks:
     """Runners of every rank of one stage, stepped together."""
 
-    def __init__(self, layout: Layout, folder: pathlib.Path, tokenizer: Any = NO_TOKENIZER) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        folder: pathlib.Path,
+        tokenizer: Any = NO_TOKENIZER,
+        pages: int = PAGES,
+    ) -> None:
         self.grid = Grid(layout)
         self.ops = ops = open_ops("native", 1)
         planes = open_thread_planes(self.grid, limit_s=20.0)
@@ -39,7 +45,7 @@ class Ranks:
         for rank in range(self.grid.world):
             model = load_model(folder, ops=ops, layout=layout, rank=rank)
             self.models.append(model)
-            self.kv.append(KvStore(model.regions(), PAGE_SIZE, PAGES))
+            self.kv.append(KvStore(model.regions(), PAGE_SIZE, pages))
             sampler = open_sampler("native", ops.team)  # type: ignore[attr-defined]
             self.runners.append(Runner(model, self.kv[-1], sampler, tokenizer, planes[rank]))
 
@@ -215,17 +221,6 @@ def test_kv_moves_in_every_layer_of_the_own_group_before_the_rows() -> None:
             wanted = [moved.get(slot, slot) for slot in range(PAGES * PAGE_SIZE)]
             assert k.tolist() == wanted
             assert torch.equal(pool.v_PSHD, -pool.k_PSHD)
-
-
-def test_a_tree_of_rows_is_refused() -> None:
-    runner = Ranks(Layout(), saved("llama")[0]).runners[0]
-    first, second = two_steps(1, greedy())
-    runner.forward(runner.apply(first), None)
-    tree = Rows(1, 5, (9, 10, 11), (-1, 0, 0), True, ())
-    bad = second(9)
-    bad = plan(1, (tree,), commits=bad.commits)
-    with pytest.raises(AssertionError, match="trees of rows"):
-        runner.apply(bad)
 
 
 def test_only_a_leader_compiles_grammars(
