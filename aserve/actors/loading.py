@@ -17,6 +17,8 @@ from aserve.models import fetch
 from aserve.models.regions import Region, stored_as
 from aserve.models.registry import Model, check_layout, load_model, load_spec
 from aserve.models.spec import ModelSpec
+from aserve.runner.drafter import DraftModel
+from aserve.runner.drafting import Target, open_draft_model
 from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
 from aserve.runner.runner import Runner
 from aserve.tensor.collective import LayerPlane
@@ -96,29 +98,36 @@ def check_model(config: Config) -> tuple[str, ...] | None:
     return ()
 
 
+class Pools(NamedTuple):
+    """The KV of a rank: `pages` is what it has room for, each of them in all regions."""
+
+    regions: Sequence[Region]
+    page_size: int
+    pages: int
+
+
 class RankModel:
     """One rank's share of the weights; any number of runners, one after another, may use it."""
 
     def __init__(
-        self,
-        model: Model,
-        sampler: Sampler,
-        regions: Sequence[Region],
-        page_size: int,
-        pages: int,
+        self, model: Model, sampler: Sampler, pools: Pools, draft: DraftModel | None
     ) -> None:
-        self.pages = pages  # that this rank has room for
+        self.pages = pools.pages
         self.n_layers = model.spec.layers
         self.fingerprint = fingerprint(model.spec)
         self._model = model
         self._sampler = sampler
-        self._regions = regions
-        self._page_size = page_size
+        self._pools = pools
+        self._draft = draft
 
     def runner(self, tokenizer: Tokenizer, plane: LayerPlane, pages_total: int) -> Runner:
         """A runner with empty KV pools."""
-        kv = KvStore(self._regions, self._page_size, pages_total)
-        return Runner(self._model, kv, self._sampler, tokenizer, plane)
+        kv = KvStore(self._pools.regions, self._pools.page_size, pages_total)
+        drafter = None
+        if self._draft is not None:
+            draft_kv = KvStore(self._draft.regions(), self._pools.page_size, pages_total)
+            drafter = self._draft.drafter(draft_kv.layers)
+        return Runner(self._model, kv, self._sampler, tokenizer, plane, drafter)
 
 
 def fingerprint(spec: ModelSpec) -> str:
@@ -166,8 +175,10 @@ def load_rank(
     tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
     cache = _fair_share(config.cache, share.n_local)
     regions = stored_as(model.regions(), cache.kv_dtype)
-    pages = pages_for(regions, cache, tokens_max=tokens_max)
-    return RankModel(model, sampler, regions, config.cache.page_size, pages)
+    draft = open_draft_model(config.spec, Target(model, path), step)
+    beside = () if draft is None else draft.regions()
+    pages = pages_for((*regions, *beside), cache, tokens_max=tokens_max)
+    return RankModel(model, sampler, Pools(regions, cache.page_size, pages), draft)
 
 
 def _fair_share(cache: Cache, n_local: int) -> Cache:
