@@ -16,6 +16,7 @@ from aserve.actors.supervision import Blame, Event, State, step
 from aserve.core.config import Config
 from aserve.core.layout import Grid
 from aserve.core.planner import CacheSpec, Planner
+from aserve.core.speculation import speculation_of
 from aserve.errors import ConfigError, Desync, PeerError, PlaneError
 
 logger = logging.getLogger("aserve.engine")
@@ -114,6 +115,7 @@ class Supervisor:
             CacheSpec(size, pages_total, -(-config.cache.kept_tokens // size)),
             context_len=self._placement.known.context_len,
             layout=config.layout,
+            speculation=speculation_of(config.spec),
             vocab_size=self._placement.known.vocab_size,
         )
         return Leader(planner, world=grid.world, in_flight_max=in_flight_max(config))

@@ -66,15 +66,17 @@ too many in flight: its sequence is FINISHED when it is reported, so its result 
 row counts as not computed and stays out of the cache, and its pages are held like those of any
 rows in flight. A lagging row is a bonus: nobody is retracted for its page, or goes without one,
 and who yields has none planned. With several stages nothing lags: the first would have to wait for
-what the last one draws, while another microbatch fills that time with work. Nor does who drafts:
-the shape of its next rows is not known.
+what the last one draws, while another microbatch fills that time with work.
 
-Trees. A result may bring a draft, the next tree below the token just drawn. It is planned as rows
-with parents, in slots `kv_len` and after; its result is the accepted path, and the commit of that
+Trees. `StepPlan.drafting` says how large a draft the rows of a step may end with (`speculation`
+what a configuration allows). A result may bring one, the next tree below the token just drawn. It
+is planned as rows with parents, in slots `kv_len` and after; its result is the accepted path, and the commit of that
 path has every rank move the KV of its rows, row by row, to where they stand in the text. Drafts
 only take what would be idle: they are cut to rows and pages that nobody needs for a row that must
 be, and to the tokens that may still be drawn. Pages beyond the text stay for the next tree, so
-that admission counts one tree a sequence.
+that admission counts one tree a sequence. A step that drafts may itself lag, but nothing is planned
+behind it, or behind a tree, before its report: the shape of those rows is not known. With no drafts
+in a step, rows lag again.
 
 Many ranks. Every rank reports every step, in order; a step is over when all have (`merge`), and
 only then does what the leaders of its groups drew go out: a rank that was out of step may have had

@@ -26,7 +26,7 @@ class NewTokenRatio:
 
     def __init__(self, draft_max: int = 0) -> None:
         self.value = RATIO_START
-        self.draft_max = draft_max
+        self.draft_max = draft_max  # tokens of the largest draft
 
     def decode(self) -> None:
         self.value = max(RATIO_LEAST, self.value - RATIO_DECAY)

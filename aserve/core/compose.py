@@ -10,6 +10,7 @@ from aserve.core.config import Schedule
 from aserve.core.depth import Depth
 from aserve.core.group import Group
 from aserve.core.lane import Composition, Lane
+from aserve.core.message import Drafting
 from aserve.core.outbox import Outbox
 from aserve.core.sequence import NO_MICROBATCH, Phase, Sequence
 from aserve.core.sizer import ChunkSizer
@@ -35,14 +36,14 @@ class Composer:
         depth: Depth,
         schedule: Schedule,
         outbox: Outbox,
-        draft_max: int,
+        drafting: Drafting,
         sizer: ChunkSizer,
     ) -> None:
         page_size = groups[0].page_size
         self.groups = groups
         self.microbatches, self.lag_max = depth
         self.outbox = outbox
-        self.draft_max = draft_max
+        self.draft_max = drafting.tokens
         self.sizer = sizer
         self.rows_max = schedule.step_tokens // len(groups)  # of one group in one step
         assert self.rows_max >= page_size, (schedule.step_tokens, len(groups), page_size)
@@ -53,7 +54,7 @@ class Composer:
         self.cell_max = min(-(-running_max // self.microbatches), self.rows_max - page_size + 1)
         self.running_max = min(running_max, self.cell_max * self.microbatches)
         self.queue = WaitingQueue()
-        self.ratio = NewTokenRatio(draft_max)
+        self.ratio = NewTokenRatio(drafting.tokens)
         self.n_retractions = 0
         self.reset()
 

@@ -23,14 +23,11 @@ def overlap_of(layout: Layout, schedule: Schedule) -> int:
     return int(layout.pp == 1)
 
 
-def depth_of(layout: Layout, schedule: Schedule, draft_max: int = 0) -> Depth:
-    """With one stage, values lag. Otherwise more microbatches fill the time, for two reasons.
-
-    The token is drawn on the last stage and embedded on the first, which would have to wait for
-    it: with other microbatches it has something else to do. And who drafts does not know the shape
-    of its next rows before the report.
+def depth_of(layout: Layout, schedule: Schedule) -> Depth:
+    """With one stage, values lag. Otherwise more microbatches fill the time: the token is drawn on
+    the last stage and embedded on the first, which would have to wait for it.
     """
     overlap = overlap_of(layout, schedule)
-    if layout.pp == 1 and not draft_max:
+    if layout.pp == 1:
         return Depth(1, overlap)
     return Depth(layout.pp + overlap, 0)

@@ -118,7 +118,6 @@ SET_BY: dict[Feature, str] = {
 
 # Not in this release, and why.
 ABSENT: dict[Feature, str] = {
-    Feature.SPECULATION: "no drafter is built; plans, results and noise allow for one",
     Feature.DISAGGREGATION: "no KV plane is built; plans allow for sending pages",
 }
 

@@ -1,8 +1,8 @@
 """A step being composed: one lane a group, and what they come to."""
 
 from aserve.core.group import Group
-from aserve.core.message import LAGGING, Admit, Batch, Rows
-from aserve.core.replica import fold_admit
+from aserve.core.message import LAGGING, NO_DRAFTING, Admit, Batch, Drafting, Rows
+from aserve.core.replica import fold_admit, fold_drafting
 from aserve.core.sequence import Sequence
 from aserve.core.tree import NO_DRAFT, Draft, row_parents
 
@@ -19,6 +19,8 @@ class Lane:
         self.scheduled: list[Sequence] = []
         self.numbers: list[int] = []  # for the digest
         self.n_decode = 0
+        self.n_draws = 0  # sequences whose rows end with a draw
+        self.n_trees = 0
         self.pages_reserved = -1  # for the group's running sequences; counted when first needed
         self.pages_spare = 0  # that rows of known tokens leave for those that lag
         self.n_chunks = 0
@@ -62,8 +64,10 @@ class Lane:
             numbers += pages[-n_new:]
         if rows.parents:  # drafts are in nobody's known tokens
             numbers += (*rows.tokens, *rows.parents)
+            self.n_trees += 1
         self.rows_left -= n_rows
         sequence.in_flight += 1
+        self.n_draws += rows.sample
         sequence.draft = NO_DRAFT
 
 
@@ -74,6 +78,18 @@ class Composition:
         self.microbatch = microbatch
         self.lanes = lanes
         self.admits: list[Admit] = []
+        self.drafting: Drafting = NO_DRAFTING
+
+    @property
+    def n_draws(self) -> int:
+        return sum([lane.n_draws for lane in self.lanes])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the shape of the rows behind it is known only when it is reported: they may be a
+        tree, or start where the path through one ends.
+        """
+        return self.drafting.tokens > 0 or any([lane.n_trees for lane in self.lanes])
 
     @property
     def n_rows(self) -> int:
@@ -88,6 +104,7 @@ class Composition:
             fold_admit(numbers, admit)
         for lane in self.lanes:
             numbers += lane.numbers
+        fold_drafting(numbers, self.drafting)
         return numbers
 
     def admit(self, sequence: Sequence, hit_pages: int) -> None:

@@ -10,7 +10,7 @@ from aserve.errors import Desync
 class Flight:
     """A plan in flight: what it moved, and the ranks whose reports are missing."""
 
-    __slots__ = ("digest", "load", "micros", "missing", "plan", "sequences", "settling")
+    __slots__ = ("digest", "load", "micros", "missing", "places", "plan", "sequences", "settling")
 
     def __init__(
         self,
@@ -18,11 +18,13 @@ class Flight:
         digest: int,
         sequences: list[list[Sequence]],
         load: tuple[float, float] | None,
+        places: int,
     ) -> None:
         self.plan = plan
         self.digest = digest
         self.sequences = sequences  # by group, in the order of the plan's rows
         self.load = load  # what it asks of the first stage, for the chunk sizer
+        self.places = places  # that it takes of those of its microbatch
         self.missing: dict[int, None] = {}  # ranks, in order
         self.micros = 0  # of the slowest rank of the first stage
         # By group, what its leader reported, until all ranks have.

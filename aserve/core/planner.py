@@ -12,7 +12,7 @@ from aserve.core.group import Group
 from aserve.core.lane import Composition
 from aserve.core.layout import Grid
 from aserve.core.merge import Flight, Flights
-from aserve.core.message import Result, Rows, StepPlan, StepReport
+from aserve.core.message import NO_DRAFTING, Drafting, Result, Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
 from aserve.core.pages import CacheSpec as CacheSpec
 from aserve.core.profile import compose_profile
@@ -20,6 +20,7 @@ from aserve.core.replica import fold
 from aserve.core.request import FinishReason, Output, Request
 from aserve.core.sequence import Phase, Sequence
 from aserve.core.sizer import open_sizer
+from aserve.core.speculation import Speculation
 from aserve.core.status import PlannerState, ledger
 from aserve.core.status import PlannerStatistics as PlannerStatistics
 from aserve.core.verdict import land, objection, settle
@@ -33,7 +34,7 @@ class Planner:
     """Owns every queue, page and budget. See `aserve.core` for how its parts divide the work.
 
     A caller loops: `plan()` until it gives None, hand each plan to all ranks, hand each rank's
-    report to `report()`. `draft_max` rows of a tree are planned beyond its root; 0: no drafts.
+    report to `report()`. Without `speculation` no rows end with drafts.
     With dynamic chunks the first plans profile the first stage, with tokens below `vocab_size`.
     """
 
@@ -44,24 +45,23 @@ class Planner:
         *,
         context_len: int,
         layout: Layout = Layout(),  # noqa: B008
-        draft_max: int = 0,
+        speculation: Speculation = Speculation(),  # noqa: B008
         vocab_size: int = 1,
     ) -> None:
         assert min(context_len, cache.page_size) >= 1
-        assert draft_max >= 0
         grid = Grid(layout)
         self._cache = cache
         self._context_len = context_len
         self._waiting_max = schedule.waiting_max
-        self._draft_max = draft_max
-        self._depth = depth_of(layout, schedule, draft_max)
+        self._speculation = speculation
+        self._depth = depth_of(layout, schedule)
         assert min(self._depth) >= 0, self._depth
         self._groups = [Group(index, cache, schedule.prefix_cache) for index in range(grid.dp)]
         self._outbox = Outbox(self._depth.microbatches)
         self.sizer = open_sizer(schedule, cache, grid, context_len)
         self._vocab_size = vocab_size
         self._composer = Composer(
-            self._groups, self._depth, schedule, self._outbox, draft_max, self.sizer
+            self._groups, self._depth, schedule, self._outbox, speculation.most, self.sizer
         )
         self._flights = Flights(grid)
         self._acceptance = Acceptance()
@@ -75,7 +75,7 @@ class Planner:
 
     def _begin(self) -> None:
         """The ranks are new."""
-        self._busy = [0] * self._depth.microbatches  # plans in flight, by microbatch
+        self._taken = [0] * self._depth.microbatches  # places of plans in flight, by microbatch
         self._step = 0
         self._microbatch = 0  # whose turn is next
         self._digest = 0
@@ -177,16 +177,21 @@ class Planner:
             n_retractions = self._composer.n_retractions
             for offset in range(self._depth.microbatches):
                 microbatch = (self._microbatch + offset) % self._depth.microbatches
-                if self._busy[microbatch] > self._depth.lag_max:
+                if self._taken[microbatch] > self._depth.lag_max:
                     continue
                 composition = self._composer.compose(microbatch)
                 if any([lane.rows for lane in composition.lanes]):
+                    composition.drafting = self._drafting(composition)
                     plan = self._emit(composition)
                     self.check()
                     return plan
             # Who was retracted in vain may find a place in a microbatch that was asked before.
             if n_retractions == self._composer.n_retractions:
                 return None
+
+    def _drafting(self, composition: Composition) -> Drafting:
+        """How large the drafts are that the rows of a step end with."""
+        return self._speculation.most if composition.n_draws else NO_DRAFTING
 
     def _plan_profile(self) -> StepPlan | None:
         """The next step of the profile, alone in flight: nothing else is measured."""
@@ -213,6 +218,7 @@ class Planner:
             tuple(composition.admits),
             composition.batches(),
             (),
+            composition.drafting,
         )
         for admit in composition.admits:
             self._prefix_query_len += len(admit.tokens)
@@ -220,8 +226,11 @@ class Planner:
         numbers = [step, microbatch, *earlier, *composition.numbers()]
         self._digest = fold(self._digest, numbers)
         sequences = [lane.scheduled for lane in composition.lanes]
-        self._flights.depart(Flight(plan, self._digest, sequences, self._load(composition)))
-        self._busy[microbatch] += 1
+        # Nothing is planned behind what is open: it takes all places of its microbatch.
+        places = 1 + self._depth.lag_max * composition.is_open
+        load = self._load(composition)
+        self._flights.depart(Flight(plan, self._digest, sequences, load, places))
+        self._taken[microbatch] += places
         self._step = step + 1
         self._microbatch = (microbatch + 1) % self._depth.microbatches
         if not self.sizer.profile_len:
@@ -254,13 +263,13 @@ class Planner:
             rows = flight.plan.batches[group].rows
             settling = list(zip(flight.sequences[group], rows, report.results, strict=True))
             for sequence, row, result in settling:
-                wrong = objection(sequence, row, result, self._draft_max)
+                wrong = objection(sequence, row, result, flight.plan.drafting)
                 if wrong is not None:
                     raise Desync(report.rank, report.step, wrong)
             flight.settling[group] = settling
         if not self._flights.count(flight, report):
             return ()
-        self._busy[flight.plan.microbatch] -= 1
+        self._taken[flight.plan.microbatch] -= flight.places
         self._measure(flight)
         outputs: list[Output] = []
         for settling in flight.settling:
@@ -355,7 +364,7 @@ class Planner:
             digest=self._digest,
             ranks=self._flights.progress(),
             in_flight=self._flights.in_flight(),
-            busy=tuple([n_plans > self._depth.lag_max for n_plans in self._busy]),
+            busy=tuple([n_taken > self._depth.lag_max for n_taken in self._taken]),
             waiting=len(self._composer.queue),
             running=tuple([len(group.running) for group in groups]),
             prefilling=tuple([len(group.prefilling) for group in groups]),

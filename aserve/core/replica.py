@@ -11,7 +11,7 @@ from zlib import crc32
 
 from msgspec.msgpack import Decoder, encode
 
-from aserve.core.message import Admit, Commit, Rows, Sampling, StepPlan
+from aserve.core.message import Admit, Commit, Drafting, Rows, Sampling, StepPlan
 from aserve.core.tree import depths, moved
 
 _sampling_decoder = Decoder(Sampling)
@@ -37,6 +37,12 @@ def fold_commit(numbers: list[int], commit: Commit) -> None:
     tokens, path = commit.tokens, commit.path
     if len(tokens) > 1 or path[-1] != len(path) - 1:
         numbers += (commit.seq, *path, *tokens)
+
+
+def fold_drafting(numbers: list[int], drafting: Drafting) -> None:
+    """The size of a step's drafts; where there are none nothing is added."""
+    if drafting.tokens:
+        numbers += (drafting.depth, drafting.topk, drafting.tokens)
 
 
 class SequenceState:
@@ -158,6 +164,7 @@ class Replica:
             self._admit(admit)
             fold_admit(numbers, admit)
         views = self._views(plan, numbers)
+        fold_drafting(numbers, plan.drafting)
         self.digest = fold(self.digest, numbers)
         return Applied(views, tuple(moves))
 

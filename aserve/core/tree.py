@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from aserve.core.message import Drafting
+
 
 class Draft(NamedTuple):
     """A tree without its root. `parents` index into `tokens`, -1 is the root; they come first."""
@@ -32,18 +34,26 @@ def depths(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def malformed(draft: Draft, n_max: int) -> str | None:
+def malformed(draft: Draft, asked: Drafting) -> str | None:
     """What is wrong with a draft that a rank sent; None: nothing."""
     n_tokens = len(draft.tokens)
     if n_tokens != len(draft.parents):
         return f"drafted {n_tokens} tokens with {len(draft.parents)} parents"
-    if n_tokens > n_max:
-        return f"drafted {n_tokens} tokens, at most {n_max} are planned"
-    if any(not is_token(token) for token in draft.tokens):
+    if n_tokens > asked.tokens:
+        return f"drafted {n_tokens} tokens, at most {asked.tokens} were asked for"
+    if any([not is_token(token) for token in draft.tokens]):
         return f"drafted {draft.tokens}, not all of them tokens"
+    n_children = [0] * (n_tokens + 1)  # the root's last
+    levels = [0] * (n_tokens + 1)
     for node, parent in enumerate(draft.parents):
         if not -1 <= parent < node:
             return f"drafted node {node} below {parent}, which is not before it"
+        n_children[parent] += 1
+        levels[node] = levels[parent] + 1
+    if max(levels) > asked.depth:
+        return f"drafted {max(levels)} levels, at most {asked.depth} were asked for"
+    if max(n_children) > asked.topk:
+        return f"drafted {max(n_children)} children, at most {asked.topk} were asked for"
     return None
 
 

@@ -1,6 +1,6 @@
 """What a result means for its sequence: is it possible, and how much of it counts."""
 
-from aserve.core.message import Commit, Result, Rows
+from aserve.core.message import NO_DRAFTING, Commit, Drafting, Result, Rows
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
 from aserve.core.tree import NO_DRAFT, Draft, is_path, is_token, malformed
@@ -11,8 +11,10 @@ def known_rows(rows: Rows) -> int:
     return 1 if rows.parents else len(rows.tokens)
 
 
-def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0) -> str | None:
-    """Why `result` cannot be what `rows` gave; None: it can."""
+def objection(
+    sequence: Sequence, rows: Rows, result: Result, drafting: Drafting = NO_DRAFTING
+) -> str | None:
+    """Why `result` cannot be what `rows` gave in a step with such drafts; None: it can."""
     if result.seq != rows.seq:
         return f"a result for sequence {result.seq} where {rows.seq} was due"
     if result.error is not None:
@@ -32,7 +34,7 @@ def objection(sequence: Sequence, rows: Rows, result: Result, draft_max: int = 0
         return f"sequence {rows.seq} drew {result.tokens[-1]}, which is no token"
     if result.draft_tokens or result.draft_parents:
         draft = Draft(result.draft_tokens, result.draft_parents)
-        wrong = malformed(draft, draft_max if rows.sample else 0)
+        wrong = malformed(draft, drafting if rows.sample else NO_DRAFTING)
         if wrong is not None:
             return f"sequence {rows.seq} {wrong}"
     return _logprobs_objection(sequence, rows, result)

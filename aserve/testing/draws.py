@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from random import Random
 
+import msgspec
 import numpy as np
 
-from aserve.core.message import GRAMMAR_FAULT, Result, TokenLogprob
+from aserve.core.message import GRAMMAR_FAULT, Drafting, Result, TokenLogprob
 from aserve.core.replica import RowsView
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import Ints
@@ -33,9 +34,8 @@ class Drawer:
     sequence, for rows that are planned before their token is committed.
     """
 
-    def __init__(self, vocab: int, draft_max: int, guess: Guess) -> None:
+    def __init__(self, vocab: int, guess: Guess) -> None:
         self._vocab = vocab
-        self._draft_max = draft_max
         self._guess = guess
         self._texts: dict[int, list[int] | None] = {}  # None: a draw failed, the text is over
 
@@ -79,7 +79,9 @@ class Drawer:
             first += view.n_rows
         return Asks(rows, np.array(keys, dtype=np.uint64), starts)
 
-    def results(self, views: Sequence[RowsView], asks: Asks, scores_RV: Ints) -> tuple[Result, ...]:
+    def results(
+        self, views: Sequence[RowsView], asks: Asks, scores_RV: Ints, drafting: Drafting
+    ) -> tuple[Result, ...]:
         made: list[Result] = []
         for view, (prompt_start, drawn_start) in zip(views, asks.starts, strict=True):
             told = tuple(
@@ -90,7 +92,11 @@ class Drawer:
                 )
                 for row in range(prompt_rows(view))
             )
-            made.append(self._result(view, scores_RV[drawn_start:], told))
+            result = self._result(view, scores_RV[drawn_start:], told)
+            if drafting.tokens and result.tokens:
+                tokens, parents = self._drafted(view, result.tokens, drafting)
+                result = msgspec.structs.replace(result, draft_tokens=tokens, draft_parents=parents)
+            made.append(result)
         return tuple(made)
 
     def _result(self, view: RowsView, scores_RV: Ints, told: tuple[TokenLogprob, ...]) -> Result:
@@ -118,19 +124,16 @@ class Drawer:
                 logprobs.append(model.told(token, values, state.sampling.logprobs))
             walk.step(token)
         text += tokens
-        drafted = self._drafted(view, tokens)
-        return Result(seq, tuple(walk.path), tuple(tokens), tuple(logprobs), told, None, *drafted)
+        return Result(seq, tuple(walk.path), tuple(tokens), tuple(logprobs), told)
 
     def _drafted(
-        self, view: RowsView, tokens: Sequence[int]
+        self, view: RowsView, tokens: Sequence[int], drafting: Drafting
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if not self._draft_max:
-            return (), ()
         state = view.state
-        n_generated = state.n_generated + len(tokens)
+        n_generated = len(self._texts[state.seq] or ())
         random = Random(model.seed_numbers(state.sampling.seed, state.prompt_len, n_generated))
         right = self._guess(state.seq, n_generated)
-        return draft(random, right, self._draft_max, self._vocab)
+        return draft(random, right, drafting, self._vocab)
 
 
 class Walk:

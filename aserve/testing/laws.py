@@ -34,7 +34,7 @@ class Law(StrEnum):
     LEADER = "leader"  # nor do the leader and the planner
     PLANES = "planes"  # ranks meet, unless they were told to break
     ANSWERS = "answers"  # a rank that is asked what it is at says so
-    LAG = "lag"  # a row is planned ahead of its token only behind a draw that is on its way
+    LAG = "lag"  # a row is planned ahead of its token only behind a draw that is on its way, alone
     BOUNDS = "bounds"  # queues, steps in flight and rows of a step are bounded
     STALL = "stall"  # after the last trouble everything ends
     IDLE = "idle"  # and then nothing is left anywhere
@@ -161,6 +161,12 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+def is_open(plan: StepPlan) -> bool:
+    """Whether the shape of the rows behind it depends on what it gives: a draft, or a path."""
+    is_tree = any(rows.parents for batch in plan.batches for rows in batch.rows)
+    return is_tree or plan.drafting.tokens > 0
+
+
 class Log:
     """What the plans say, taken literally: page tables, who holds each page, what is written."""
 
@@ -204,6 +210,9 @@ class Log:
             group, pages = self._tables.pop(seq, (0, []))
             for page in pages:
                 self._holders[group, page].discard(seq)
+        for step, before in self.in_flight.items():
+            if before.microbatch == plan.microbatch and is_open(before):
+                note(Law.LAG, f"step {plan.step} is planned before the drafts of {step} are known")
         admits = {admit.seq: admit for admit in plan.admits}
         written: list[tuple[int, int, int]] = []
         n_rows, rows_max = 0, self._setup.schedule.step_tokens

@@ -32,7 +32,6 @@ class Part:
     grid: Grid
     shape: Shape
     cache: CacheSpec
-    draft_max: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class LegibleStage:
         self._seat = Seat(grid, rank, layer)
         self._own_from: dict[int, int] = {}  # where the prefix that others wrote ends
         self._experts = ExpertRank(self._seat)
-        self._drawer = Drawer(part.shape.vocab, part.draft_max, guess)
+        self._drawer = Drawer(part.shape.vocab, guess)
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
@@ -232,7 +231,8 @@ class LegibleStage:
                 scores_VR = self._scores(to_ints(rows_RH), mine.keys)
         if not self._seat.is_leader:
             return ()
-        return self._drawer.results(work.mine, mine, to_ints(scores_VR, flat=False).T)
+        scores_RV = to_ints(scores_VR, flat=False).T
+        return self._drawer.results(work.mine, mine, scores_RV, work.plan.drafting)
 
     def _scores(self, hidden_R: Ints, keys: Ints) -> Tensor:
         attn_tp = self._seat.attn_tp

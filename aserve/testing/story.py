@@ -1,6 +1,7 @@
 """A failed run for people: the law, what was set up, and the last plans, a line a thing."""
 
 from aserve.core.message import Admit, Rows, StepPlan
+from aserve.core.speculation import speculation_of
 from aserve.testing.swarm import Setup
 from aserve.testing.world import Outcome
 
@@ -15,6 +16,13 @@ def told(seed: int, scenario: str, setup: Setup, outcome: Outcome) -> str:
     return "\n".join(lines) + "\n"
 
 
+def drafts(setup: Setup) -> str:
+    most = speculation_of(setup.spec).most
+    if not most.tokens:
+        return "no drafts"
+    return f"drafts of {most.tokens} in {most.depth} levels, {most.topk} children"
+
+
 def replay(seed: int, scenario: str) -> str:
     return f"aserve sim --first-seed {seed} --seeds 1 --scenario {scenario}"
 
@@ -26,7 +34,7 @@ def set_up(setup: Setup) -> str:
         f"pp {layout.pp}, tp {layout.tp} = dp {layout.dp} x cp {layout.cp} x attn_tp, "
         f"moe_dp {layout.moe_dp} x ep {layout.ep}; {setup.pages_total} pages of "
         f"{setup.page_size}, {schedule.step_tokens} rows a step, overlap {schedule.overlap}, "
-        f"drafts of {setup.draft_max}, {n_requests} sequences"
+        f"{drafts(setup)}, {n_requests} sequences"
     )
 
 

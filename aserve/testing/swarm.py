@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from aserve.core.config import Layout, Schedule
+from aserve.core.config import Layout, Schedule, Spec
 from aserve.core.depth import Depth, depth_of
 from aserve.core.message import Grammar, Sampling
 from aserve.core.noise import seed_of_choice
@@ -49,7 +49,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     pages_total: int
     schedule: Schedule
-    draft_max: int
+    spec: Spec
     arrivals: tuple[Arrival, ...]
     troubles: tuple[Trouble, ...] = ()
     asked_ms: tuple[float, ...] = ()  # when every rank is asked what it is at
@@ -59,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depth(self) -> Depth:
-        return depth_of(self.layout, self.schedule, self.draft_max)
+        return depth_of(self.layout, self.schedule)
 
 
 class Choices:
@@ -130,7 +130,7 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         page_size=page_size,
         pages_total=least + int(spare),
         schedule=schedule,
-        draft_max=draft_max,
+        spec=Spec(),
         arrivals=arrivals,
         troubles=_troubles(choose, layout),
         asked_ms=tuple(
@@ -139,8 +139,9 @@ def draw(random: Random, forced: dict[str, Any]) -> Setup:
         link_ms=choose.one_of("link_ms", 0.0, 0.0, 0.1, 2.0),
         jitter=choose.one_of("jitter", 0.0, 0.5, 5.0),
     )
+    spec = _spec(choose, draft_max)  # last: what is drawn before stays what it was
     choose.check()
-    return setup
+    return msgspec.structs.replace(setup, spec=spec)
 
 
 def _layout(choose: Choices) -> Layout:
@@ -169,6 +170,14 @@ def _layout(choose: Choices) -> Layout:
         cp_split=choose.one_of("cp_split", "interleave", "zigzag"),
         experts=choose.one_of("expert_rows", "gathered", "all_to_all"),
     )
+
+
+def _spec(choose: Choices, draft_max: int) -> Spec:
+    """Drafts of `draft_max` tokens: trees of any form, or of bounded depth and width."""
+    depth, topk = choose.one_of("draft_form", *[(draft_max, draft_max)] * 2, (3, 2), (draft_max, 1))
+    if not draft_max:
+        return Spec()
+    return Spec("draft", depth=depth, topk=topk, tokens=draft_max, adaptive=False)
 
 
 def _troubles(choose: Choices, layout: Layout) -> tuple[Trouble, ...]:

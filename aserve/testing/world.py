@@ -28,7 +28,8 @@ from aserve.core.config import Cache, Config
 from aserve.core.config import Ranks as RanksConfig
 from aserve.core.layout import Grid
 from aserve.core.message import StepPlan, StepReport
-from aserve.core.planner import CacheSpec, Planner
+from aserve.core.planner import CacheSpec
+from aserve.core.speculation import speculation_of
 from aserve.errors import PeerError, PlaneError, PlaneMismatch, RequestError
 from aserve.planes.hidden import MemoryEnd, open_hidden_plane
 from aserve.planes.inline import compute_inline, open_inline_planes
@@ -81,7 +82,7 @@ class World:
         self.laws.on_report = self._reported
         grid = Grid(setup.layout)
         cache = CacheSpec(setup.page_size, setup.pages_total)
-        self.part = Part(grid, setup.shape, cache, setup.draft_max)
+        self.part = Part(grid, setup.shape, cache)
         self.stages: dict[int, LegibleStage] = {}  # of the present ranks
         self.start: Start | None = None  # while ranks are there
         self.started = trio.Event()  # set while ranks are there
@@ -93,7 +94,7 @@ class World:
         self._refused = 0
         self._accepted = 0
         self._hash = hashlib.sha256()
-        n_beyond = setup.draft_max + 1
+        n_beyond = speculation_of(setup.spec).most.tokens + 1
         for arrival in setup.arrivals:
             for request in arrival.requests:
                 self._said[request.seq] = say(request, setup.shape, n_beyond)
@@ -128,6 +129,7 @@ class World:
             layout=setup.layout,
             schedule=setup.schedule,
             cache=Cache(page_size=setup.page_size),
+            spec=setup.spec,
             ranks=RanksConfig(plane_s=PLANE_S, restarts_max=setup.restarts_max),
         )
         last_ms = max((arrival.at_ms for arrival in setup.arrivals), default=0.0)
@@ -259,16 +261,6 @@ class LawfulSupervisor(Supervisor):
 
     def _lead(self, pages_total: int) -> Leader:
         leader = super()._lead(pages_total)
-        setup = self._laws.setup
-        if setup.draft_max:  # no model of today drafts, so no configuration asks for it
-            leader.planner = Planner(
-                setup.schedule,
-                CacheSpec(setup.page_size, pages_total),
-                context_len=CONTEXT_LEN,
-                layout=setup.layout,
-                draft_max=setup.draft_max,
-                vocab_size=setup.shape.vocab,
-            )
         self._laws.watch(leader.planner)
         return leader
 

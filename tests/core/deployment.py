@@ -18,6 +18,8 @@ from aserve.core.depth import depth_of
 from aserve.core.layout import Grid
 from aserve.core.message import (
     LAGGING,
+    NO_DRAFTING,
+    Drafting,
     Result,
     Sampling,
     StepPlan,
@@ -28,7 +30,8 @@ from aserve.core.planner import CacheSpec, Planner
 from aserve.core.replica import Replica, RowsView
 from aserve.core.request import Output, Request
 from aserve.core.sequence import Sequence
-from aserve.core.tree import Draft
+from aserve.core.speculation import Speculation, bounded
+from aserve.core.tree import Draft, cut
 
 VOCAB = 40
 EMPTY = -1
@@ -86,6 +89,7 @@ class Deployment:
         layout: Layout | None = None,
         context_len: int = 1000,
         draft_max: int = 0,
+        whims: Random | None = None,
         **schedule: int | bool,
     ) -> None:
         layout = layout or Layout(dp=groups, tp=groups, pp=in_flight_max)
@@ -96,17 +100,20 @@ class Deployment:
         self.schedule = Schedule(
             **{"step_tokens": 16 * groups, "running_max": 8, "overlap": overlap, **schedule}
         )
-        self.in_flight_max = depth_of(layout, self.schedule, draft_max).in_flight_max
-        self.draft_max = draft_max
+        self.in_flight_max = depth_of(layout, self.schedule).in_flight_max
+        drafting = NO_DRAFTING if not draft_max else Drafting(draft_max, draft_max, draft_max)
+        self.speculation = Speculation(drafting)
         self.grid = Grid(layout)
         self.planner = Planner(
             self.schedule,
             CacheSpec(page_size, pages_total, pages_kept),
             context_len=context_len,
             layout=layout,
-            draft_max=draft_max,
+            speculation=self.speculation,
             vocab_size=VOCAB,
         )
+        if whims is not None:
+            self._draft_by_chance(whims)
         self._open_ranks()
         self.requests: dict[int, Request] = {}
         self.texts: dict[int, list[int]] = {}
@@ -117,6 +124,14 @@ class Deployment:
         self.all_plans: list[StepPlan] = []
         self.micros: Callable[[StepPlan], int] = lambda plan: 0  # of the first stage
         self.fault: Callable[[StepPlan], StepPlan] = lambda plan: plan
+
+    def _draft_by_chance(self, whims: Random) -> None:
+        """Drafts of any size, or none, in any step."""
+        most = self.speculation.most
+        sizes = [NO_DRAFTING, NO_DRAFTING, bounded(Drafting(1, 1, most.tokens)), most]
+        self.planner._drafting = lambda composition: (  # type: ignore[method-assign]
+            whims.choice(sizes) if most.tokens and composition.n_draws else NO_DRAFTING
+        )
 
     def _open_ranks(self) -> None:
         self.replica = Replica(self.page_size)
@@ -182,7 +197,7 @@ class Deployment:
             self._write(view)
         results: dict[int, list[Result]] = {group: [] for group in range(self.grid.dp)}
         for view in applied.views:
-            results[view.group].append(self._result(view))
+            results[view.group].append(self._result(view, plan.drafting))
         leads = {self.grid.leader(group): group for group in results}
         for rank in range(self.grid.world):
             own = tuple(results[leads[rank]]) if rank in leads else ()
@@ -284,7 +299,7 @@ class Deployment:
                 end = rows.start + len(rows.tokens)
                 n_rows += len(rows.tokens)
                 assert rows.sample or end % self.page_size == 0, "a chunk ends inside a page"
-                assert len(rows.tokens) <= 1 + self.draft_max or not rows.parents
+                assert len(rows.tokens) <= 1 + self.speculation.most.tokens or not rows.parents
         assert n_rows <= self.schedule.step_tokens
         assert len(plan.batches) == len(self.kv)
 
@@ -296,7 +311,7 @@ class Deployment:
             assert pool.place(slot // self.page_size) == pages.OWNED, "a write into a shared page"
             self.kv[view.group][slot] = self.drawn[view.rows.seq] if token == LAGGING else token
 
-    def _result(self, view: RowsView) -> Result:
+    def _result(self, view: RowsView, drafting: Drafting) -> Result:
         sampling, rows = view.state.sampling, view.rows
         path = tuple(range(view.n_rows))
         tokens: tuple[int, ...] = ()
@@ -306,8 +321,10 @@ class Deployment:
             tokens = (draw(sampling.seed, self._read(view, view.kv_len)),)
             self.drawn[rows.seq] = tokens[0]
         draft = Draft((), ())
-        if rows.sample and self.draft_max:
-            draft = drafted(sampling.seed, [*view.state.tokens, *tokens], self.draft_max)
+        if rows.sample and drafting.tokens:
+            known = view.state.tokens if rows.parents else self._read(view, view.kv_len)
+            draft = drafted(sampling.seed, [*known, *tokens], drafting.tokens)
+            draft = cut(draft, len(draft.tokens), drafting.depth)
         logprobs = tuple(TokenLogprob(token, -1.0, ()) for token in tokens)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.prompt_logprobs >= 0:

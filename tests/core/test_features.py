@@ -87,4 +87,4 @@ def test_the_matrix_has_a_line_for_each_feature() -> None:
     assert len(lines) == len(Feature) + 2
     assert all(line.count(" | ") == lines[0].count(" | ") for line in lines[2:])
     assert any("tensor parallelism | yes | all that works" in line for line in lines)
-    assert any("speculative decoding | no: no drafter is built" in line for line in lines)
+    assert any("disaggregation | no: no KV plane is built" in line for line in lines)

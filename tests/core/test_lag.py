@@ -235,21 +235,18 @@ def test_a_rank_that_folds_another_token_is_out_of_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "overlap", "draft_max", "expected"),
+    ("layout", "overlap", "expected"),
     [
-        (Layout(), None, 0, Depth(1, 1)),
-        (Layout(tp=4, dp=2, cp=2), None, 0, Depth(1, 1)),
-        (Layout(), 0, 0, Depth(1, 0)),
-        (Layout(), 2, 0, Depth(1, 2)),
-        (Layout(), 1, 4, Depth(2, 0)),  # who drafts has rows of unknown shape
-        (Layout(pp=2), None, 0, Depth(2, 0)),  # the first stage does not draw
-        (Layout(pp=2), 1, 0, Depth(3, 0)),
+        (Layout(), None, Depth(1, 1)),
+        (Layout(tp=4, dp=2, cp=2), None, Depth(1, 1)),
+        (Layout(), 0, Depth(1, 0)),
+        (Layout(), 2, Depth(1, 2)),
+        (Layout(pp=2), None, Depth(2, 0)),  # the first stage does not draw
+        (Layout(pp=2), 1, Depth(3, 0)),
     ],
 )
-def test_what_overlap_means(
-    layout: Layout, overlap: int | None, draft_max: int, expected: Depth
-) -> None:
-    depth = depth_of(layout, Schedule(overlap=overlap), draft_max)
+def test_what_overlap_means(layout: Layout, overlap: int | None, expected: Depth) -> None:
+    depth = depth_of(layout, Schedule(overlap=overlap))
     assert depth == expected
     assert depth.in_flight_max == depth.microbatches + depth.lag_max
 

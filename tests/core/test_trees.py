@@ -1,11 +1,14 @@
 """Trees of drafts: cutting them, what their rows cost, and what is left of them when things end."""
 
+from collections.abc import Iterable
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aserve.core.config import Layout
-from aserve.core.message import StepPlan
+from aserve.core.message import NO_DRAFTING, Drafting, StepPlan
 from aserve.core.tree import NO_DRAFT, Draft, cut, depths, is_path, malformed, moved, row_parents
 from aserve.errors import Desync
 from tests.core import deployment as world
@@ -66,7 +69,7 @@ def test_every_cut_is_a_tree_within_bounds_whose_nodes_keep_their_ancestors(
         return tokens
 
     kept = cut(draft, n_max, depth_max)
-    assert malformed(kept, n_max) is None
+    assert malformed(kept, Drafting(depth_max, 12, n_max)) is None
     assert all(depth < depth_max for depth in depths(kept.parents))
     for node, token in enumerate(kept.tokens):
         assert ancestry(kept, node) == ancestry(draft, token - 100)
@@ -80,11 +83,12 @@ def test_every_cut_is_a_tree_within_bounds_whose_nodes_keep_their_ancestors(
         (Draft((1, 2), (-1, -2)), "drafted node 1 below -2"),
         (Draft((1, -2), (-1, 0)), "drafted (1, -2), not all of them tokens"),
         (Draft((1 << 40,), (-1,)), "drafted (1099511627776,), not all of them tokens"),
-        (Draft((1,) * 4, (-1,) * 4), "drafted 4 tokens, at most 3 are planned"),
+        (Draft((1, 2, 3), (-1, 0, 1)), "drafted 3 levels, at most 2 were asked for"),
+        (Draft((1,) * 4, (-1,) * 4), "drafted 4 tokens, at most 3 were asked for"),
     ],
 )
 def test_a_malformed_draft_is_named(draft: Draft, words: str) -> None:
-    assert words in (malformed(draft, 3) or "")
+    assert words in (malformed(draft, Drafting(2, 3, 3)) or "")
 
 
 def test_a_path_goes_from_parent_to_child() -> None:
@@ -127,6 +131,68 @@ def beside_a_decoy(seed: int, tokens: list[int], n_max: int) -> Draft:
 @pytest.fixture(params=[chain, beside_a_decoy])
 def drafter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "drafted", request.param)
+
+
+def draft_in(deployment: Deployment, steps: Iterable[int]) -> None:
+    """Drafts as large as allowed, in these steps only."""
+    most, chosen = deployment.speculation.most, tuple(steps)
+    deployment.planner._drafting = lambda composition: (  # type: ignore[method-assign]
+        most if len(deployment.all_plans) in chosen else NO_DRAFTING
+    )
+
+
+@pytest.mark.usefixtures("drafter")
+def test_rows_lag_until_a_step_drafts_and_again_when_no_tree_is_left() -> None:
+    deployment = Deployment(draft_max=2, page_size=4, pages_total=30, layout=Layout(), overlap=2)
+    draft_in(deployment, [2])
+    deployment.ask(0, prompt(0, 3), max_tokens=16)
+    assert [len(plan.batches[0].rows) for plan in iter(deployment.plan_one, None)] == [1, 1, 1]
+    assert deployment.all_plans[2].batches[0].rows[0].is_lagging
+    assert deployment.all_plans[2].drafting == deployment.speculation.most
+    for _ in range(2):  # of the two plans before it, which leave its draft where it is
+        deployment.report_one()
+        assert deployment.plan_one() is None
+    deployment.report_one()
+    plan = deployment.plan_one()
+    assert plan is not None
+    assert trees(plan) == {0: 2}
+    assert deployment.plan_one() is None  # nobody knows where its path ends
+    deployment.report_one()
+    later = list(iter(deployment.plan_one, None))
+    assert [plan.batches[0].rows[0].is_lagging for plan in later] == [False, True, True]
+    deployment.pump()
+    deployment.check_texts()
+    deployment.check_idle()
+
+
+def test_a_pipeline_drafts_in_each_microbatch_by_itself() -> None:
+    deployment = Deployment(draft_max=2, page_size=4, pages_total=60, layout=Layout(pp=2))
+    draft_in(deployment, range(0, 100, 3))
+    for seq in range(4):
+        deployment.ask(seq, prompt(seq, 5), max_tokens=12)
+    deployment.pump()
+    drafting = {plan.microbatch for plan in deployment.plans if plan.drafting.tokens}
+    assert drafting == {0, 1}
+    assert any(trees(plan) for plan in deployment.plans)
+    deployment.check_texts()
+    deployment.check_idle()
+
+
+def test_a_chunk_that_draws_nothing_asks_for_no_draft() -> None:
+    deployment = Deployment(draft_max=3, page_size=4, pages_total=30, step_tokens=8)
+    deployment.ask(0, prompt(0, 20), max_tokens=2)
+    deployment.pump()
+    asked = [plan.drafting.tokens for plan in deployment.plans]
+    assert asked[:3] == [0, 0, 3]
+
+
+def test_a_rank_told_of_another_drafting_is_out_of_step() -> None:
+    deployment = Deployment(draft_max=3)
+    deployment.ask(0, prompt(0, 3))
+    deployment.fault = lambda plan: msgspec.structs.replace(plan, drafting=NO_DRAFTING)
+    deployment.plan_one()
+    with pytest.raises(Desync, match="digest"):
+        deployment.report_one()
 
 
 @pytest.mark.usefixtures("drafter")
@@ -278,10 +344,12 @@ def test_aborts_and_retractions_drop_the_draft(layout: Layout) -> None:
     deployment.check_idle()
 
 
-def test_a_draft_where_none_was_planned_for_is_a_desync(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_larger_than_asked_for_is_a_desync(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = Deployment(draft_max=2)
-    monkeypatch.setattr(world, "drafted", lambda seed, tokens, n_max: Draft((1, 2, 3), (-1, 0, 1)))
+    monkeypatch.setattr(
+        world, "drafted", lambda seed, tokens, n_max: Draft((1, 2, 3), (-1, -1, -1))
+    )
     deployment.ask(0, prompt(0, 3))
     deployment.plan_one()
-    with pytest.raises(Desync, match="drafted 3 tokens, at most 2 are planned"):
+    with pytest.raises(Desync, match="drafted 3 tokens, at most 2 were asked for"):
         deployment.report_one()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from enum import StrEnum
 
-from aserve.core.config import Cache, Config, Layout, Schedule
+from aserve.core.config import Cache, Config, Layout, Schedule, Spec
 from aserve.core.message import Grammar, Sampling
 from aserve.core.request import Request
 from aserve.testing.arithmetic import RULE_KIND, Shape
@@ -84,7 +84,7 @@ def setup_of(on: frozenset[Feature]) -> Setup:
             overlap=int(Feature.OVERLAP in on),
             dynamic_chunks=Feature.DYNAMIC in on,
         ),
-        draft_max=0,
+        spec=Spec(),
         arrivals=arrivals,
     )
 

@@ -5,9 +5,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from aserve.core.message import Grammar, Sampling
+from aserve.core.message import Drafting, Grammar, Sampling
 from aserve.core.noise import mix64
 from aserve.core.request import Request
+from aserve.core.tree import Draft, depths, malformed
 from aserve.testing import arithmetic as model
 from aserve.testing.arithmetic import RULE_KIND, Shape
 from aserve.testing.drafts import draft
@@ -82,7 +83,7 @@ def test_drafts_are_right_and_wrong_and_seldom_in_order() -> None:
     right = (3, 1, 4, 1, 5)
     n_right = n_wrong = n_winding = 0
     for _ in range(300):
-        tokens, parents = draft(random, right, 6, 32)
+        tokens, parents = draft(random, right, Drafting(6, 6, 6), 32)
         assert len(tokens) == len(parents) <= 6
         path: list[int] = []
         for node, parent in enumerate(parents):
@@ -97,3 +98,15 @@ def test_drafts_are_right_and_wrong_and_seldom_in_order() -> None:
         n_winding += path != list(range(len(path)))
     assert min(n_right, n_wrong) > 200
     assert n_winding > 100
+
+
+def test_drafts_keep_within_what_is_asked() -> None:
+    random = Random(0)
+    asked = Drafting(depth=2, topk=2, tokens=5)
+    deepest = widest = 0
+    for _ in range(200):
+        tokens, parents = draft(random, (3, 1, 4), asked, 32)
+        assert malformed(Draft(tokens, parents), asked) is None
+        deepest = max([deepest, *(1 + depth for depth in depths(parents))])
+        widest = max([widest, *(parents.count(parent) for parent in parents)])
+    assert (deepest, widest) == (2, 2)
