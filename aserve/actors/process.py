@@ -81,8 +81,11 @@ class Words:
 
 def _follow(summons: Summons, words: BinaryIO) -> int:
     # Imported late: they bring torch, for seconds in which the leader may die.
+    from aserve.actors.arena import share_arena
     from aserve.actors.following import follow_once
     from aserve.errors import AserveError, PeerError
+
+    share_arena()
 
     async def run() -> None:
         await follow_once(summons, Words(words))

@@ -10,6 +10,7 @@ import trio
 
 from aserve.actors.launch import most_telling
 from aserve.core.message import RankState, StepPlan, StepReport
+from aserve.models.memory import Trimming
 
 IDLE = "waiting for a plan"
 TURNS_MAX = 2  # plans taken up at once: one is computed, the next one follows without a pause
@@ -135,6 +136,7 @@ class _Rank:
         self._news = trio.Event()  # of a turn, or of the end of plans
         self._ended = False
         self._failed = False
+        self._trimming = Trimming()
         watch.now(IDLE)
 
     async def take_up(self) -> None:
@@ -161,7 +163,9 @@ class _Rank:
         if self._failed:
             return None
         try:
-            return self._runner.forward(work, inward)
+            outward = self._runner.forward(work, inward)
+            self._trimming.now_and_then()
+            return outward
         except BaseException:
             self._failed = True
             raise

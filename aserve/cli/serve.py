@@ -36,9 +36,11 @@ def run(given: Sequence[str]) -> int:
     # Imported late: they bring torch, which --help and refusals need not wait for.
     import trio
 
+    from aserve.actors.arena import share_arena
     from aserve.actors.loading import name_of
     from aserve.api.server import serve
 
+    share_arena()
     if config.ranks.live == "cluster":
         from aserve.actors.cluster import follows
 

@@ -4,7 +4,7 @@ from aserve.core.pages import CacheSpec, PagePool
 from aserve.core.radix import Node, RadixTree
 from aserve.core.sequence import Phase, Sequence
 
-IDLE_SHARE = 8  # one in so many pages may be idle however many there are
+IDLE_SHARE = 32  # one in so many pages may be idle however many there are
 
 
 class Group:

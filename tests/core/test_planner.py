@@ -335,6 +335,6 @@ def test_a_busy_pool_may_keep_a_share_of_itself_for_nobody() -> None:
         idle.append(statistics.kv_pages_cached)
         n_used = statistics.kv_pages_used + statistics.kv_pages_cached
         assert (idle[-1] - 2) * IDLE_SHARE <= n_used  # two came when the last one left
-    assert idle[-1] > 4
+    assert idle[-1] > 2  # so the share counts
     deployment.pump()
     deployment.check_texts()
