@@ -54,6 +54,14 @@ class Step:
     seen: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """The rows of a step that go on, N of them (int64), and what each sees."""
+
+    rows_N: Tensor
+    attend: Attend
+
+
 def feature_of(layer: int) -> str:
     """The name of what enters a layer: the sum of all before it."""
     return f"{FEATURE}{layer}"
@@ -121,6 +129,12 @@ class Attention:
     def read(self, q_THD: Tensor, kv: KvLayer, attend: Attend) -> Tensor:
         """[T, heads * dim]: what the output projection is to take."""
         return self.ops.attention(q_THD, kv, attend, self.scale).view(-1, self.q_len)
+
+    def at_ends(self, x_TH: Tensor, kv: KvLayer, step: Step, ends: Ends) -> Tensor:
+        """[N, H] of some rows; of the others only k and v are computed. For one rank."""
+        q_THD = self.place(x_TH, kv, step)
+        out_NK = self.read(q_THD[ends.rows_N], kv, ends.attend)
+        return self.ops.linear(out_NK, self.out.weight)
 
     def add_up(self, out_TK: Tensor, x_TH: Tensor, tokens: Tokens) -> Tensor:
         """[T, H] like `x_TH`: the output projection over all ranks that hold heads of them."""

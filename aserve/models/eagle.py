@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.models.decoder import Attention, Layer, Rotary, Step
+from aserve.models.decoder import Attention, Ends, Layer, Rotary, Step
 from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
 from aserve.models.regions import Region, kv_region
 from aserve.models.split import WHOLE
@@ -33,9 +33,15 @@ class FirstLayer:
         self.mlp = mlp_of(layers, 0, weights, ops)
         self.eps, self.ops = layers.eps, ops
 
-    def __call__(self, x_TH: Tensor, kv: KvLayer, step: Step) -> tuple[Tensor, Tensor]:
-        """(x, what is still to be added to it)."""
-        added_TH = self.attention(x_TH, kv, step)
+    def __call__(
+        self, x_TH: Tensor, kv: KvLayer, step: Step, ends: Ends | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x, what is still to be added to it), of the rows of `ends` if there are any."""
+        if ends is None:
+            added_TH = self.attention(x_TH, kv, step)
+        else:
+            added_TH = self.attention.at_ends(x_TH, kv, step, ends)
+            x_TH = x_TH[ends.rows_N]
         x_TH, normed_TH = self.ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
         return x_TH, self.mlp(normed_TH, step.tokens)
 
@@ -70,13 +76,31 @@ class EagleHead:
     def forward(
         self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend
     ) -> Tensor:
-        embedded_TH = self.ops.embed(self.table, ids_T)
-        x_TH = self.ops.linear(torch.cat((embedded_TH, hidden_TH), dim=1), self.fc)
-        step = step_of(self.seat, self.rotary, attend, len(ids_T))
+        x_TH, step = self._enter(ids_T, hidden_TH, kv, attend)
         x_TH, added_TH = self.first(x_TH, kv[0], step)
         for layer, pages in zip(self.rest, kv[1:], strict=True):
             x_TH, added_TH = layer(x_TH, added_TH, pages, step)
         return self.ops.add(x_TH, added_TH)
+
+    def extend(
+        self,
+        ids_T: Tensor,
+        hidden_TH: Tensor,
+        kv: Sequence[KvLayer],
+        attend: Attend,
+        ends: Ends,
+    ) -> Tensor:
+        if self.rest:  # whose KV takes all rows of the first layer
+            return self.forward(ids_T, hidden_TH, kv, attend)[ends.rows_N]
+        x_TH, step = self._enter(ids_T, hidden_TH, kv, attend)
+        return self.ops.add(*self.first(x_TH, kv[0], step, ends))
+
+    def _enter(
+        self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend
+    ) -> tuple[Tensor, Step]:
+        embedded_TH = self.ops.embed(self.table, ids_T)
+        x_TH = self.ops.linear(torch.cat((embedded_TH, hidden_TH), dim=1), self.fc)
+        return x_TH, step_of(self.seat, self.rotary, kv[0], attend)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         return self.ops.linear(hidden_TH, self.head)
@@ -92,8 +116,7 @@ def draft_region(spec: HeadSpec) -> Region:
     return dataclasses.replace(region, name="draft_kv", axes=())
 
 
-def step_of(seat: Seat, rotary: Rotary, attend: Attend, n_rows: int) -> Step:
-    kv_len_max = int(attend.kv_len_N.max()) if len(attend.kv_len_N) else 1
-    if attend.tree is not None and len(attend.positions_T):
-        kv_len_max = max(kv_len_max, int(attend.positions_T.max()) + 1)
-    return Step(Tokens(seat, [[n_rows]]), attend, rotary.upto(kv_len_max))
+def step_of(seat: Seat, rotary: Rotary, kv: KvLayer, attend: Attend) -> Step:
+    """No position of a row is beyond the slots of its sequence, as in `Model.forward`."""
+    positions = attend.page_table_NP.shape[1] * kv.k_PSHD.shape[1]
+    return Step(Tokens(seat, [[len(attend.positions_T)]]), attend, rotary.upto(positions))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
-from aserve.models.decoder import Attention, Rotary
+from aserve.models.decoder import Attention, Ends, Rotary, Step
 from aserve.models.eagle import draft_region, step_of
 from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
 from aserve.models.regions import Region
@@ -57,13 +57,34 @@ class Eagle3Head:
     def forward(
         self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend
     ) -> Tensor:
+        both_TE, step = self._enter(ids_T, hidden_TH, kv, attend)
+        return self._mix(hidden_TH, self.attention(both_TE, kv[0], step), step)
+
+    def extend(
+        self,
+        ids_T: Tensor,
+        hidden_TH: Tensor,
+        kv: Sequence[KvLayer],
+        attend: Attend,
+        ends: Ends,
+    ) -> Tensor:
+        both_TE, step = self._enter(ids_T, hidden_TH, kv, attend)
+        added_NH = self.attention.at_ends(both_TE, kv[0], step, ends)
+        return self._mix(hidden_TH[ends.rows_N], added_NH, step)
+
+    def _enter(
+        self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend
+    ) -> tuple[Tensor, Step]:
+        """What attention takes: [T, embedding and hidden, each normed]."""
         ops = self.ops
-        step = step_of(self.seat, self.rotary, attend, len(ids_T))
         embedded_TH = ops.rms_norm(ops.embed(self.table, ids_T), self.norm_embedding, self.eps)
         normed_TH = ops.rms_norm(hidden_TH, self.norm_hidden, self.eps)
-        added_TH = self.attention(torch.cat((embedded_TH, normed_TH), dim=1), kv[0], step)
-        x_TH, normed_TH = ops.add_rms_norm(hidden_TH, added_TH, self.norm_mlp, self.eps)
-        return ops.add(x_TH, self.mlp(normed_TH, step.tokens))
+        both_TE = torch.cat((embedded_TH, normed_TH), dim=1)
+        return both_TE, step_of(self.seat, self.rotary, kv[0], attend)
+
+    def _mix(self, x_TH: Tensor, added_TH: Tensor, step: Step) -> Tensor:
+        x_TH, normed_TH = self.ops.add_rms_norm(x_TH, added_TH, self.norm_mlp, self.eps)
+        return self.ops.add(x_TH, self.mlp(normed_TH, step.tokens))
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         return self.ops.linear(self.ops.rms_norm(hidden_TH, self.norm, self.eps), self.head)

@@ -15,6 +15,7 @@ from aserve.models.fetch import Progress
 from aserve.models.registry import open_checkpoint, spec_of
 from aserve.models.spec import read_json
 from aserve.models.split import WHOLE
+from aserve.models.weights.forms import Conversion
 from aserve.models.weights.loader import HEAD, ONE_RANK, TABLE, Checklist, Matrix, Reader, Weights
 from aserve.models.weights.safetensors import SafetensorsSource, open_safetensors
 from aserve.models.weights.source import auto_dtype
@@ -25,11 +26,16 @@ KINDS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head}
 
 
 def load_head(
-    path: str | os.PathLike[str], shared: Shared, ops: Ops, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    shared: Shared,
+    ops: Ops,
+    progress: Progress | None = None,
+    weights: Conversion | None = None,
 ) -> DraftHead:
     """The head in a folder with config.json and safetensors, for the target of `shared`.
 
-    Raises ModelError: no head, weights as pickle, or in what the two do not fit, with both values.
+    `weights` as in `load_model`; None: as the checkpoint has them. Raises ModelError: no head,
+    weights as pickle, or in what the two do not fit, with both values.
     """
     folder = pathlib.Path(path)
     if not (folder / "config.json").is_file():
@@ -41,7 +47,7 @@ def load_head(
         checklist = Checklist()
         kind(spec, checklist, ops, None)
         _check(checklist, spec, source)
-        reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, None)
+        reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, weights)
         with reader.reading_ahead(checklist, THREADS, progress):
             head = kind(spec, reader, ops, shared)
         head.nbytes = reader.nbytes

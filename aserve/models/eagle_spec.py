@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aserve.errors import ModelError
 from aserve.models import dense
+from aserve.models.decoder import Ends
 from aserve.models.regions import Region
 from aserve.models.spec import Fields, ModelSpec, decoder_spec
 from aserve.models.weights.loader import Matrix, RowParallel, Weights
@@ -85,6 +86,17 @@ class DraftHead(Protocol):
         `ids_T` (int64) are the tokens at `attend.positions_T` + 1, `hidden_TH` from `start` or
         from here.
         """
+        ...
+
+    def extend(
+        self,
+        ids_T: Tensor,
+        hidden_TH: Tensor,
+        kv: Sequence[KvLayer],
+        attend: Attend,
+        ends: Ends,
+    ) -> Tensor:
+        """[N, H]: `forward` of which only the rows of `ends` are wanted. KV is written of all."""
         ...
 
     def logits(self, hidden_TH: Tensor) -> Tensor:

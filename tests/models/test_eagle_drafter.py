@@ -1,0 +1,87 @@
+"""Drafts as they are served: the acceptance that the offline evaluation foresees, step by step."""
+
+import pathlib
+import random
+
+import pytest
+import torch
+
+from aserve.core.message import Drafting
+from aserve.models.eagle_loading import load_head, shared_with
+from aserve.models.eagle_spec import DraftHead
+from aserve.models.registry import load_model
+from aserve.runner.eagle_drafter import EagleDrafter, Pool, features_of
+from aserve.tensor.ops import Ops, open_ops
+from aserve.tensor.tree import Trees, open_trees
+from aserve.training.acceptance import Measured, TreeShape, measure
+from tests.models import heads
+from tests.models.drafting import Serving, Told
+from tests.models.families import saved
+from tests.training.texts import PROMPT_LEN, Oracle
+
+PAGES = 160
+SHAPES = {
+    "chain": TreeShape(1, 2, 4),
+    "tree": TreeShape(3, 2, 8),
+    "wide tree": TreeShape(4, 3, 16),
+    "one level": TreeShape(4, 0, 4),
+}
+METHODS = ("eagle", "eagle3")
+
+
+def drafting_of(shape: TreeShape) -> Drafting:
+    """The same in the words of a plan."""
+    return Drafting(shape.depth + 1, shape.width, shape.tokens - 1)
+
+
+@pytest.fixture(scope="module", params=["native", "reference"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def opened(kernels: str) -> tuple[Ops, Trees]:
+    ops = open_ops(kernels, 1)  # type: ignore[arg-type]
+    return ops, open_trees(kernels, getattr(ops, "team", None))
+
+
+def served(
+    oracle: Oracle, folder: pathlib.Path, kernels: str, most: Drafting, page_size: int = 4
+) -> tuple[DraftHead, Serving]:
+    ops, trees = opened(kernels)
+    shared = shared_with(load_model(saved("llama")[0], ops=ops))
+    head = load_head(heads.write(folder, oracle.config, oracle.w), shared, ops)
+    drafter = EagleDrafter(head, ops, trees, Pool(page_size, PAGES, 4, most))
+    for layer in drafter._layers:  # what is read before it is written shows
+        layer.k_PSHD.fill_(torch.nan)
+        layer.v_PSHD.fill_(torch.nan)
+    pages = random.Random(3).sample(range(PAGES), PAGES)
+    return head, Serving(drafter, features_of(head.spec), page_size, pages)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_what_is_accepted_is_what_was_measured_offline(
+    method: str, name: str, page_size: int, kernels: str, tmp_path: pathlib.Path
+) -> None:
+    oracle, shape = Oracle(method), SHAPES[name]
+    pairs = [oracle.text(seed, length) for seed, length in enumerate((17, 26, 21))]
+    drafting = drafting_of(shape)
+    head, serving = served(oracle, tmp_path, kernels, drafting, page_size)
+    # What comes after the end of a text is not looked at.
+    told = [Told(n, [*one.tokens, 0], seen.features_TF) for n, (one, seen) in enumerate(pairs)]
+    found = [Measured() for _ in told]
+    # The second starts while the first decodes, and comes in two chunks.
+    serving.step([(told[0], PROMPT_LEN)], drafting)
+    serving.step([(told[1], 2), (told[0], 0)], drafting, draws=False)
+    before = told[0].kv_len
+    serving.step([(told[0], 0), (told[1], PROMPT_LEN - 2), (told[2], PROMPT_LEN)], drafting)
+    assert told[0].kv_len == before + 1  # it had no draft
+    while going := [one for one in told if one.kv_len + 2 < len(one.ids)]:
+        left = [len(one.ids) - 2 - one.kv_len for one in going]
+        counts = serving.step([(one, 0) for one in going], drafting)
+        for one, count, most in zip(going, counts, left, strict=True):
+            found[one.seq].add(min(count - 1, most), min(count, most))
+    for n in (1, 2):
+        assert found[n] == measure(head, [pairs[n]], shape)
+        assert found[n].per_step > 1
