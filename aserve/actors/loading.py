@@ -18,7 +18,7 @@ from aserve.models.regions import Region, stored_as
 from aserve.models.registry import Model, check_layout, load_model, load_spec
 from aserve.models.spec import ModelSpec
 from aserve.runner.drafter import DraftModel
-from aserve.runner.drafting import Target, open_draft_model
+from aserve.runner.drafting import Target, check_drafts, open_draft_model
 from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
 from aserve.runner.runner import Runner
 from aserve.tensor.collective import LayerPlane
@@ -77,6 +77,7 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
     _check_vocab(tokenizer, spec.vocab)  # before the weights, which take long
     if findings := check_layout(spec, config.layout):
         raise ConfigError(findings)
+    check_drafts(config.spec, spec)
     known = Known(
         name=config.model.name or name_of(config.model.path),
         context_len=_context_len(config.model.context_len, spec.context_len),
@@ -125,7 +126,8 @@ class RankModel:
         kv = KvStore(self._pools.regions, self._pools.page_size, pages_total)
         drafter = None
         if self._draft is not None:
-            draft_kv = KvStore(self._draft.regions(), self._pools.page_size, pages_total)
+            pages = pages_total + self._draft.pages_beside
+            draft_kv = KvStore(self._draft.regions(), self._pools.page_size, pages)
             drafter = self._draft.drafter(draft_kv.layers)
         return Runner(self._model, kv, self._sampler, tokenizer, plane, drafter)
 
@@ -175,7 +177,8 @@ def load_rank(
     tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
     cache = _fair_share(config.cache, share.n_local)
     regions = stored_as(model.regions(), cache.kv_dtype)
-    draft = open_draft_model(config.spec, Target(model, path), step)
+    target = Target(model, path, cache.page_size, config.schedule.running_max)
+    draft = open_draft_model(config.spec, target, step)
     beside = () if draft is None else draft.regions()
     pages = pages_for((*regions, *beside), cache, tokens_max=tokens_max)
     return RankModel(model, sampler, Pools(regions, cache.page_size, pages), draft)

@@ -1,7 +1,9 @@
 """From a folder in a public layout to a `DraftHead`, and what it shares with its target."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,13 +15,14 @@ from aserve.models.eagle3 import Eagle3Head
 from aserve.models.eagle_spec import DraftHead, HeadSpec, Shared, checked_map, read_spec
 from aserve.models.fetch import Progress
 from aserve.models.registry import open_checkpoint, spec_of
-from aserve.models.spec import read_json
+from aserve.models.spec import ModelSpec, read_json
 from aserve.models.split import WHOLE
 from aserve.models.weights.forms import Conversion
 from aserve.models.weights.loader import HEAD, ONE_RANK, TABLE, Checklist, Matrix, Reader, Weights
 from aserve.models.weights.safetensors import SafetensorsSource, open_safetensors
 from aserve.models.weights.source import auto_dtype
 from aserve.tensor.ops import Ops
+from aserve.tensor.reference import ReferenceOps
 
 THREADS = 2  # that read ahead
 KINDS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head}
@@ -37,16 +40,9 @@ def load_head(
     `weights` as in `load_model`; None: as the checkpoint has them. Raises ModelError: no head,
     weights as pickle, or in what the two do not fit, with both values.
     """
-    folder = pathlib.Path(path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is no draft head")
-    config = read_json(folder / "config.json")
-    with open_safetensors(folder) as source:
-        spec = read_spec(config, source.entries, shared.spec, source.origin)
-        kind = KINDS[spec.method]
-        checklist = Checklist()
+    with _opened(path, shared.spec) as (spec, source):
+        kind, checklist = KINDS[spec.method], Checklist()
         kind(spec, checklist, ops, None)
-        _check(checklist, spec, source)
         reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, weights)
         with reader.reading_ahead(checklist, THREADS, progress):
             head = kind(spec, reader, ops, shared)
@@ -57,6 +53,28 @@ def load_head(
             head.target_ids = checked_map(offsets, shared.spec.vocab, source.origin)
     loaded: DraftHead = head
     return loaded
+
+
+def load_head_spec(path: str | os.PathLike[str], target: ModelSpec) -> HeadSpec:
+    """Of the head in a folder, checked as `load_head` checks it, but for what is in its tensors."""
+    with _opened(path, target) as (spec, _):
+        return spec
+
+
+@contextlib.contextmanager
+def _opened(
+    path: str | os.PathLike[str], target: ModelSpec
+) -> Iterator[tuple[HeadSpec, SafetensorsSource]]:
+    folder = pathlib.Path(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json: it is no draft head")
+    config = read_json(folder / "config.json")
+    with open_safetensors(folder) as source:
+        spec = read_spec(config, source.entries, target, source.origin)
+        checklist = Checklist()
+        KINDS[spec.method](spec, checklist, ReferenceOps(), None)
+        _check(checklist, spec, source)
+        yield spec, source
 
 
 def _check(asked: Checklist, spec: HeadSpec, source: SafetensorsSource) -> None:

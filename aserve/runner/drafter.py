@@ -63,6 +63,11 @@ class Drafter(Protocol):
 class DraftModel(Protocol):
     """What drafters are made of: weights, if they have any, that stay when ranks start anew."""
 
+    @property
+    def pages_beside(self) -> int:
+        """Pages of its regions that no sequence owns, behind those of the pool."""
+        ...
+
     def regions(self) -> tuple[Region, ...]:
         """KV in the slots of the sequences' pages, beside that of the target's layers."""
         ...

@@ -2,7 +2,6 @@
 and a tree grows below the last of those that were drawn from."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,25 +11,16 @@ from aserve.core.noise import U64
 from aserve.core.tree import NO_DRAFT, Draft
 from aserve.models.decoder import HIDDEN, feature_of
 from aserve.models.eagle_spec import DraftHead, HeadSpec
+from aserve.models.regions import Region
 from aserve.runner.drafter import Kept
 from aserve.runner.growing import Ints, Scratch, grow, pages_below, spread
 from aserve.runner.inputs import PageTables
-from aserve.runner.kv_store import KvStore
 from aserve.runner.pairs import Pairs
-from aserve.tensor.ops import Attend, Ops
-from aserve.tensor.tree import Beam, Noise, Top, Trees
+from aserve.tensor.ops import Attend, KvLayer, Ops
+from aserve.tensor.tree import Beam, Noise, Top, Trees, trees_of
 
 GREEDY_BELOW = 1e-5  # a temperature, as in sampling
 CANDIDATES = 32  # among which noise chooses: it may lift what is not likely
-
-
-class Pool(NamedTuple):
-    """The target's pages, and what there may be at once in a step of its group."""
-
-    page_size: int
-    pages: int
-    sequences_max: int
-    most: Drafting
 
 
 def features_of(spec: HeadSpec) -> tuple[str, ...]:
@@ -38,16 +28,35 @@ def features_of(spec: HeadSpec) -> tuple[str, ...]:
     return tuple(map(feature_of, spec.captured)) or (HIDDEN,)
 
 
-class EagleDrafter:
-    """One head, whole, at the leader of a DP group. Pages of its KV have the target's numbers."""
+class EagleModel:
+    """`DraftModel` of one head, whole, at the leader of a DP group.
 
-    def __init__(self, head: DraftHead, ops: Ops, trees: Trees, pool: Pool) -> None:
-        self._head, self._trees = head, trees
-        each = pages_below(pool.page_size, pool.most)
-        pages = pool.pages + each * pool.sequences_max
-        self._layers = KvStore(head.regions(), pool.page_size, pages).layers
-        self._scratch = Scratch(ops, self._layers, pool.pages, each, pool.page_size)
-        self._tables = PageTables(pool.page_size)
+    Pages of its KV have the target's numbers; those for drafts, of at most `sequences` at once,
+    come after them.
+    """
+
+    def __init__(self, head: DraftHead, ops: Ops, most: Drafting, sequences: int, page_size: int):
+        self._head, self._ops, self._page_size = head, ops, page_size
+        self._each = pages_below(page_size, most)
+        self.pages_beside = self._each * sequences
+
+    def regions(self) -> tuple[Region, ...]:
+        return self._head.regions()
+
+    def drafter(self, kv: Sequence[KvLayer]) -> "EagleDrafter":
+        first = len(kv[0].k_PSHD) - self.pages_beside
+        scratch = Scratch(self._ops, kv, first, self._each, self._page_size)
+        return EagleDrafter(self._head, trees_of(self._ops), kv, scratch)
+
+
+class EagleDrafter:
+    """See `Drafter`."""
+
+    def __init__(
+        self, head: DraftHead, trees: Trees, kv: Sequence[KvLayer], scratch: Scratch
+    ) -> None:
+        self._head, self._trees, self._layers, self._scratch = head, trees, kv, scratch
+        self._tables = PageTables(scratch.page_size)
         self._features = features_of(head.spec)
         drafted_V = torch.arange(head.spec.draft_vocab)
         ids_V = head.token_ids(drafted_V)

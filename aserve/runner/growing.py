@@ -33,15 +33,16 @@ class Scratch:
     def __init__(
         self, ops: Ops, layers: Sequence[KvLayer], first: int, each: int, page_size: int
     ) -> None:
+        self.page_size = page_size
         self._ops, self._layers = ops, layers
-        self._first, self._each, self._page_size = first, each, page_size
+        self._first, self._each = first, each
         self._sequences_max = (len(layers[0].k_PSHD) - first) // each
         self._in_page: Ints = np.arange(page_size, dtype=np.int32)
 
     def below(self, table_NP: Ints, lengths_N: Ints) -> "Below":
         """Room for trees below so many tokens with KV each: what the last page of a sequence has is
         copied. `table_NP` has a column for the page behind the last one."""
-        n, size = len(lengths_N), self._page_size
+        n, size = len(lengths_N), self.page_size
         assert n <= self._sequences_max, (n, self._sequences_max)
         own: Ints = self._first + self._each * np.arange(n, dtype=np.int32)
         pages_N, used_N = np.divmod(lengths_N, size)

@@ -136,6 +136,8 @@ class NgramDrafter:
 class NgramModel:
     """`DraftModel` of it: nothing at all."""
 
+    pages_beside = 0
+
     def __init__(self, match_min: int, match_max: int) -> None:
         self._lengths = match_min, match_max
 

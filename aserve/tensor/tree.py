@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aserve.core.tree import Draft
-from aserve.tensor.ops import KvLayer, Tree
+from aserve.tensor.ops import KvLayer, Ops, Tree
 
 if TYPE_CHECKING:
     from aserve import _native
@@ -257,6 +257,12 @@ def budgets_of(pool: Pool, budgets: Sequence[int]) -> tuple[int, ...]:
     if max(budgets, default=0) > pool.count:
         budgets = [min(budget, pool.count) for budget in budgets]
     return (0, *itertools.accumulate(budgets))
+
+
+def trees_of(ops: Ops) -> Trees:
+    """The trees that go with `ops` that are open."""
+    team = getattr(ops, "team", None)
+    return open_trees("reference" if team is None else "native", team)
 
 
 def open_trees(kernels: str, team: "_native.Team | None" = None) -> Trees:

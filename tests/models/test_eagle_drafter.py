@@ -10,9 +10,9 @@ from aserve.core.message import Drafting
 from aserve.models.eagle_loading import load_head, shared_with
 from aserve.models.eagle_spec import DraftHead
 from aserve.models.registry import load_model
-from aserve.runner.eagle_drafter import EagleDrafter, Pool, features_of
-from aserve.tensor.ops import Ops, open_ops
-from aserve.tensor.tree import Trees, open_trees
+from aserve.runner.eagle_drafter import EagleModel, features_of
+from aserve.runner.kv_store import KvStore
+from aserve.tensor.ops import open_ops
 from aserve.training.acceptance import Measured, TreeShape, measure
 from tests.models import heads
 from tests.models.drafting import Serving, Told
@@ -39,23 +39,19 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def opened(kernels: str) -> tuple[Ops, Trees]:
-    ops = open_ops(kernels, 1)  # type: ignore[arg-type]
-    return ops, open_trees(kernels, getattr(ops, "team", None))
-
-
 def served(
     oracle: Oracle, folder: pathlib.Path, kernels: str, most: Drafting, page_size: int = 4
 ) -> tuple[DraftHead, Serving]:
-    ops, trees = opened(kernels)
+    ops = open_ops(kernels, 1)  # type: ignore[arg-type]
     shared = shared_with(load_model(saved("llama")[0], ops=ops))
     head = load_head(heads.write(folder, oracle.config, oracle.w), shared, ops)
-    drafter = EagleDrafter(head, ops, trees, Pool(page_size, PAGES, 4, most))
-    for layer in drafter._layers:  # what is read before it is written shows
+    model = EagleModel(head, ops, most, 3, page_size)
+    kv = KvStore(model.regions(), page_size, PAGES + model.pages_beside)
+    for layer in kv.layers:  # what is read before it is written shows
         layer.k_PSHD.fill_(torch.nan)
         layer.v_PSHD.fill_(torch.nan)
     pages = random.Random(3).sample(range(PAGES), PAGES)
-    return head, Serving(drafter, features_of(head.spec), page_size, pages)
+    return head, Serving(model.drafter(kv.layers), features_of(head.spec), page_size, pages)
 
 
 @pytest.mark.parametrize("method", METHODS)
