@@ -184,7 +184,7 @@ class Runner:
         for place, draft in zip(places, drafts, strict=True):
             if draft.tokens:
                 assert results[place].tokens, results[place].seq
-                assert malformed(draft, work.drafting.tokens) is None, draft
+                assert malformed(draft, work.drafting) is None, draft
                 drafted[place] = msgspec.structs.replace(
                     results[place], draft_tokens=draft.tokens, draft_parents=draft.parents
                 )
