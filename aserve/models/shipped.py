@@ -3,13 +3,12 @@
 import pathlib
 from typing import NamedTuple
 
-import aserve
 from aserve.errors import ModelError
 from aserve.models.eagle_loading import load_head_spec
 from aserve.models.eagle_spec import HeadSpec, Method
 from aserve.models.spec import ModelSpec
 
-FOLDER = pathlib.Path(aserve.__file__).parent / "heads"
+FOLDER = pathlib.Path(__file__).parents[1] / "heads"
 
 
 class Sizes(NamedTuple):
