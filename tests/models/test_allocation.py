@@ -1,4 +1,4 @@
-"""A step takes nothing from the allocator: what kernels work in was taken by the first of its size."""
+"""A step takes nothing from the allocator: what kernels work in was taken by the first such."""
 
 import pathlib
 import subprocess
@@ -27,9 +27,9 @@ def test_all_layers_of_a_stage_allocate_nothing_but_what_they_return(
     counter: pathlib.Path, threads: int
 ) -> None:
     counts = ("1", "8", "33", "100")
+    command = [sys.executable, "-m", "tests.models.allocating", str(saved("llama")[0])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.allocating", str(saved("llama")[0]), str(threads)]
-        + list(counts),
+        [*command, str(threads), *counts],
         env={"LD_PRELOAD": str(counter), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(tree.ROOT)},
         cwd=tree.ROOT,
         stdout=subprocess.PIPE,
