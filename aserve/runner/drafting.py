@@ -5,6 +5,7 @@ from typing import NamedTuple, cast
 
 from aserve.core.config import Spec
 from aserve.core.speculation import speculation_of
+from aserve.errors import ConfigError
 from aserve.models.eagle_loading import load_head, read_shared, shared_with
 from aserve.models.eagle_spec import Method
 from aserve.models.fetch import Progress
@@ -49,7 +50,17 @@ METHODS: Mapping[str, Open] = {"ngram": _ngram, "eagle": _eagle, "eagle3": _eagl
 
 
 def check_drafts(spec: Spec, target: ModelSpec) -> None:
-    """Raises ModelError where what drafts does not fit the target, without its weights."""
+    """Raises ConfigError or ModelError where what drafts does not fit the target, without its
+    weights."""
+    if spec.method not in ("none", *METHODS):
+        raise ConfigError(
+            f"spec.method is {spec.method}, which is not in this release: use one of "
+            f"{', '.join(METHODS)}"
+        )
+    if spec.method == "ngram" and spec.ngram_min > spec.ngram_max:
+        raise ConfigError(
+            f"spec.ngram_min is {spec.ngram_min}, more than spec.ngram_max, {spec.ngram_max}"
+        )
     wanted_features(spec, target)
 
 

@@ -62,7 +62,7 @@ def test_drafts_are_trees_within_their_bounds(seed: int) -> None:
     text = text_of([random.randrange(4) for _ in range(120)], random.randint(1, 3), 4)
     drafting = Drafting(random.randint(1, 6), random.randint(1, 3), random.randint(1, 12))
     draft = draft_of(text, drafting)
-    assert malformed(draft, drafting.tokens) is None
+    assert malformed(draft, drafting) is None
     levels: list[int] = []
     for parent in draft.parents:
         levels.append(1 if parent < 0 else levels[parent] + 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aserve.core.config import Layout, Limits
-from aserve.core.message import Admit, Commit, Result, Rows, Sampling, StepReport
+from aserve.core.message import Admit, Commit, Drafting, Result, Rows, Sampling, StepReport
 from aserve.core.request import StructuredOutput
 from aserve.core.tree import Draft, row_parents
 from aserve.models.registry import Model
@@ -73,8 +73,7 @@ class Speaker:
             wrong = [3] * (n_max - n_right)
             tokens = (*right[:n_right], *wrong)[:n_max]
             return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
-        found = draft(random, right, n_max, 64)
-        return Draft(*found)
+        return Draft(*draft(random, right, Drafting(n_max, 3, n_max), 64))
 
     def take(self, result: Result) -> Commit | None:
         self.error = result.error
