@@ -21,6 +21,7 @@ from aserve.runner.drafter import DraftModel
 from aserve.runner.drafting import Target, check_drafts, open_draft_model
 from aserve.runner.kv_store import MEMORY_SHARE, KvStore, memory_free_bytes, pages_for
 from aserve.runner.runner import Runner
+from aserve.runner.small_model import is_here
 from aserve.tensor.collective import LayerPlane
 from aserve.tensor.ops import open_ops
 from aserve.tensor.sampler import Sampler, open_sampler
@@ -77,7 +78,7 @@ def load_known(config: Config, progress: Progress) -> tuple[Known, str]:
     _check_vocab(tokenizer, spec.vocab)  # before the weights, which take long
     if findings := check_layout(spec, config.layout):
         raise ConfigError(findings)
-    check_drafts(config.spec, spec)
+    check_drafts(config.spec, spec, tokenizer, config.model.path, progress)
     known = Known(
         name=config.model.name or name_of(config.model.path),
         context_len=_context_len(config.model.context_len, spec.context_len),
@@ -91,7 +92,7 @@ def check_model(config: Config) -> tuple[str, ...] | None:
     """What of `config` this model cannot do, without its weights; None if it is not on this
     machine."""
     try:
-        if fetch.resolve_here(config.model.path) is None:
+        if fetch.resolve_here(config.model.path) is None or not is_here(config.spec):
             return None
         load_known(config, lambda done, total, what: None)
     except ConfigError as error:

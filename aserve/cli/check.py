@@ -11,7 +11,7 @@ from aserve.core.config import Config, Model
 from aserve.core.layout import Grid
 from aserve.errors import ConfigError
 
-UNSEEN = "the model is not on this machine: whether it can be split so is not known yet"
+UNSEEN = "a model is not on this machine: whether it can be split or draft so is not known yet"
 
 
 def run(given: Sequence[str]) -> int:
@@ -39,9 +39,10 @@ def run(given: Sequence[str]) -> int:
 
 
 def with_model(config: Config) -> tuple[str, ...] | None:
-    """What the model has against it; None if it is not here. The default model on one rank needs
-    no look, which would bring torch."""
-    if config.model == Model() and Grid(config.layout).world == 1:
+    """What the models have against it; None if one is not here. The default model on one rank
+    without drafts needs no look, which would bring torch."""
+    is_plain = Grid(config.layout).world == 1 and config.spec.method == "none"
+    if config.model == Model() and is_plain:
         return ()
     from aserve.actors.loading import check_model
 

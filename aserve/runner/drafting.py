@@ -8,13 +8,15 @@ from aserve.core.speculation import speculation_of
 from aserve.errors import ConfigError
 from aserve.models.eagle_loading import load_head, read_shared, shared_with
 from aserve.models.eagle_spec import Method
-from aserve.models.fetch import Progress
-from aserve.models.registry import Model
+from aserve.models.fetch import Progress, resolve
+from aserve.models.registry import Model, load_model
 from aserve.models.shipped import find_head
 from aserve.models.spec import ModelSpec
 from aserve.runner.drafter import DraftModel
 from aserve.runner.eagle_drafter import EagleModel, features_of
 from aserve.runner.ngram import NgramModel
+from aserve.runner.small_model import SmallModel, check_small_model
+from aserve.text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
@@ -46,12 +48,27 @@ def _eagle(spec: Spec, target: Target, progress: Progress) -> DraftModel:
     return EagleModel(head, ops, most, target.sequences_max, target.page_size)
 
 
-METHODS: Mapping[str, Open] = {"ngram": _ngram, "eagle": _eagle, "eagle3": _eagle}
+def _draft(spec: Spec, target: Target, progress: Progress) -> DraftModel:
+    assert spec.path is not None
+    ops, vocab = target.model.ops, target.model.spec.vocab
+    model = load_model(resolve(spec.path, progress), ops=ops, progress=progress)
+    most = speculation_of(spec).most
+    return SmallModel(model, most, target.sequences_max, target.page_size, vocab)
 
 
-def check_drafts(spec: Spec, target: ModelSpec) -> None:
-    """Raises ConfigError or ModelError where what drafts does not fit the target, without its
-    weights."""
+METHODS: Mapping[str, Open] = {
+    "ngram": _ngram,
+    "draft": _draft,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+}
+
+
+def check_drafts(
+    spec: Spec, target: ModelSpec, tokenizer: Tokenizer, name: str, progress: Progress
+) -> None:
+    """Raises ConfigError or ModelError where what drafts does not fit the target, which people call
+    `name`, without its weights."""
     if spec.method not in ("none", *METHODS):
         raise ConfigError(
             f"spec.method is {spec.method}, which is not in this release: use one of "
@@ -61,6 +78,8 @@ def check_drafts(spec: Spec, target: ModelSpec) -> None:
         raise ConfigError(
             f"spec.ngram_min is {spec.ngram_min}, more than spec.ngram_max, {spec.ngram_max}"
         )
+    if spec.method == "draft":
+        check_small_model(spec, tokenizer, name, progress)
     wanted_features(spec, target)
 
 

@@ -66,6 +66,9 @@ class PageTables:
         self._table = table
 
     def gather(self, rows_N: Ints, pages_max: int) -> Ints:
+        """[N, pages_max], a copy."""
+        if pages_max > self._table.shape[1]:
+            self._grow(1, pages_max)
         return self._table[:, :pages_max].take(rows_N, axis=0)
 
 

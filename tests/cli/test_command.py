@@ -102,6 +102,9 @@ def test_check_prints_findings_on_stderr(capsys: pytest.CaptureFixture[str]) -> 
         (("--layout.pp", "2", "--layout.layers", "90,1"), "are 91 layers, the model has"),
         (("--layout.tp", "2", "--layout.ep", "2"), "this model has no experts"),
         (("--model.context_len", "1000000"), "model.context_len is 1000000"),
+        (("--spec.method", "draft"), "give spec.path a smaller model of the tokenizer of"),
+        (("--spec.method", "draft", "--spec.path", "nowhere"), "there is no model 'nowhere'"),
+        (("--spec.method", "ngram"), ""),
         ((), ""),
     ],
 )
@@ -122,10 +125,11 @@ def test_check_fetches_nothing_and_says_what_it_could_not_see(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run("check", "--layout.tp", "2", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["accepted"] is True
-    assert "not on this machine" in answer["notes"][0]
+    for flags in (["--layout.tp", "2"], ["--spec.method", "draft", "--spec.path", "smollm2"]):
+        assert run("check", *flags, "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["accepted"] is True
+        assert "not on this machine" in answer["notes"][0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +176,8 @@ def test_features_are_json_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
     by_name = {row["feature"]: row for row in rows}
     assert by_name["prefix cache"]["works"] is True
     assert by_name["tensor parallelism"]["works"] is True
-    assert by_name["speculative decoding"]["why"]
+    assert by_name["speculative decoding"]["works"] is True
+    assert by_name["prefill/decode disaggregation"]["why"]
     assert run("features") == 0
     assert "| prefix cache | yes |" in capsys.readouterr().out
 

@@ -29,6 +29,13 @@ def view(of: SequenceState, start: int, n_rows: int, parents: tuple[int, ...] = 
     return RowsView(of, Rows(of.seq, start, tokens, parents, True, ()), 0, PAGE_SIZE)
 
 
+def test_a_table_has_as_many_columns_as_are_asked_for() -> None:
+    tables = PageTables(PAGE_SIZE)
+    row = tables.update(1, list(range(1, 17)))
+    found = tables.gather(np.array([row], dtype=np.int32), 17)
+    assert found.tolist() == [[*range(1, 17), 0]]
+
+
 def check(inputs: StepInputs, views: list[RowsView]) -> None:
     attend = inputs.attend
     assert inputs.ids_G.tolist() == [token for one in views for token in one.rows.tokens]
