@@ -15,11 +15,33 @@ from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.models.decoder import Attention, Ends, Layer, Rotary, Step
 from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
+from aserve.models.fused import part_of
 from aserve.models.regions import Region, kv_region
 from aserve.models.split import WHOLE
 from aserve.models.weights.loader import Matrix, Weights
+from aserve.tensor.blocks import Blocks, DraftPart, MlpPart
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.tokens import Seat, Tokens
+
+
+class FusedDraft:
+    """The block of a head's layer."""
+
+    def __init__(self, blocks: Blocks, part: DraftPart) -> None:
+        self.blocks, self.block = blocks, blocks.draft(part)
+
+    def __call__(
+        self,
+        embedded_TH: Tensor | None,
+        x_TH: Tensor,
+        kv: KvLayer,
+        step: Step,
+        ends: Ends | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, last = self.blocks.step(step.attend, step.rope), None
+        if ends is not None:
+            last = ends.rows_N, self.blocks.step(ends.attend, step.rope)
+        return self.block(embedded_TH, x_TH, kv, rows, last)
 
 
 class FirstLayer:
@@ -66,6 +88,15 @@ class EagleHead:
         self.rest = [Layer(layers, n, rest, ops, mlp_of) for n in range(1, layers.layers)]
         self.rotary = Rotary(layers, None)
         self.seat = Seat(Grid(Layout()), 0, None, ops)
+        self.fused: FusedDraft | None = None
+
+    def fuse(self, blocks: Blocks) -> None:
+        if self.rest:
+            return
+        first = self.first
+        mlp = MlpPart(first.norm_mlp, first.mlp.gate_up, first.mlp.down.weight, first.eps)
+        attention = part_of(first.attention, None)
+        self.fused = FusedDraft(blocks, DraftPart(None, attention, mlp, None, self.head))
 
     def regions(self) -> tuple[Region, ...]:
         return (draft_region(self.spec),)
@@ -82,18 +113,23 @@ class EagleHead:
             x_TH, added_TH = layer(x_TH, added_TH, pages, step)
         return self.ops.add(x_TH, added_TH)
 
-    def extend(
+    def draft(
         self,
         ids_T: Tensor,
         hidden_TH: Tensor,
         kv: Sequence[KvLayer],
         attend: Attend,
-        ends: Ends,
-    ) -> Tensor:
+        ends: Ends | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if self.rest:  # whose KV takes all rows of the first layer
-            return self.forward(ids_T, hidden_TH, kv, attend)[ends.rows_N]
+            out_TH = self.forward(ids_T, hidden_TH, kv, attend)
+            out_TH = out_TH if ends is None else out_TH[ends.rows_N]
+            return out_TH, self.logits(out_TH)
         x_TH, step = self._enter(ids_T, hidden_TH, kv, attend)
-        return self.ops.add(*self.first(x_TH, kv[0], step, ends))
+        if self.fused is not None:
+            return self.fused(None, x_TH, kv[0], step, ends)
+        out_TH = self.ops.add(*self.first(x_TH, kv[0], step, ends))
+        return out_TH, self.logits(out_TH)
 
     def _enter(
         self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend

@@ -14,11 +14,13 @@ from torch import Tensor
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
 from aserve.models.decoder import Attention, Ends, Rotary, Step
-from aserve.models.eagle import draft_region, step_of
+from aserve.models.eagle import FusedDraft, draft_region, step_of
 from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
+from aserve.models.fused import part_of
 from aserve.models.regions import Region
 from aserve.models.split import WHOLE
 from aserve.models.weights.loader import Matrix, Weights
+from aserve.tensor.blocks import Blocks, DraftPart, MlpPart
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.tokens import Seat
 
@@ -47,6 +49,13 @@ class Eagle3Head:
         self.head = weights.linear(Matrix("lm_head", spec.draft_vocab, hidden, coarsest="int8"))
         self.rotary = Rotary(layers, None)
         self.seat = Seat(Grid(Layout()), 0, None, ops)
+        self.fused: FusedDraft | None = None
+
+    def fuse(self, blocks: Blocks) -> None:
+        mlp = MlpPart(self.norm_mlp, self.mlp.gate_up, self.mlp.down.weight, self.eps)
+        norms = self.norm_embedding, self.norm_hidden
+        attention = part_of(self.attention, None)
+        self.fused = FusedDraft(blocks, DraftPart(norms, attention, mlp, self.norm, self.head))
 
     def regions(self) -> tuple[Region, ...]:
         return (draft_region(self.spec),)
@@ -60,17 +69,25 @@ class Eagle3Head:
         both_TE, step = self._enter(ids_T, hidden_TH, kv, attend)
         return self._mix(hidden_TH, self.attention(both_TE, kv[0], step), step)
 
-    def extend(
+    def draft(
         self,
         ids_T: Tensor,
         hidden_TH: Tensor,
         kv: Sequence[KvLayer],
         attend: Attend,
-        ends: Ends,
-    ) -> Tensor:
-        both_TE, step = self._enter(ids_T, hidden_TH, kv, attend)
-        added_NH = self.attention.at_ends(both_TE, kv[0], step, ends)
-        return self._mix(hidden_TH[ends.rows_N], added_NH, step)
+        ends: Ends | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.fused is not None:
+            step = step_of(self.seat, self.rotary, kv[0], attend)
+            embedded_TH = self.ops.embed(self.table, ids_T)
+            return self.fused(embedded_TH, hidden_TH, kv[0], step, ends)
+        if ends is None:
+            out_TH = self.forward(ids_T, hidden_TH, kv, attend)
+        else:
+            both_TE, step = self._enter(ids_T, hidden_TH, kv, attend)
+            added_NH = self.attention.at_ends(both_TE, kv[0], step, ends)
+            out_TH = self._mix(hidden_TH[ends.rows_N], added_NH, step)
+        return out_TH, self.logits(out_TH)
 
     def _enter(
         self, ids_T: Tensor, hidden_TH: Tensor, kv: Sequence[KvLayer], attend: Attend

@@ -21,6 +21,7 @@ from aserve.models.weights.forms import Conversion
 from aserve.models.weights.loader import HEAD, ONE_RANK, TABLE, Checklist, Matrix, Reader, Weights
 from aserve.models.weights.safetensors import SafetensorsSource, open_safetensors
 from aserve.models.weights.source import auto_dtype
+from aserve.tensor.blocks import blocks_of
 from aserve.tensor.ops import Ops
 from aserve.tensor.reference import ReferenceOps
 
@@ -46,6 +47,8 @@ def load_head(
         reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, weights)
         with reader.reading_ahead(checklist, THREADS, progress):
             head = kind(spec, reader, ops, shared)
+        if (blocks := blocks_of(ops)) is not None:
+            head.fuse(blocks)
         head.nbytes = reader.nbytes
         if spec.has_map:
             whole = (slice(0, spec.draft_vocab),)

@@ -88,15 +88,16 @@ class DraftHead(Protocol):
         """
         ...
 
-    def extend(
+    def draft(
         self,
         ids_T: Tensor,
         hidden_TH: Tensor,
         kv: Sequence[KvLayer],
         attend: Attend,
-        ends: Ends,
-    ) -> Tensor:
-        """[N, H]: `forward` of which only the rows of `ends` are wanted. KV is written of all."""
+        ends: Ends | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(`forward`, its `logits`), of the rows of `ends` if there are any; KV is written of all.
+        In one call, with the same bits, where blocks come with the operations."""
         ...
 
     def logits(self, hidden_TH: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from aserve.models.decoder import Layer, Model, Step, SwiGlu
+from aserve.models.decoder import Attention, Layer, Model, Step, SwiGlu
 from aserve.models.mixture import Mixture
 from aserve.tensor.blocks import (
     AttentionBlock,
@@ -126,9 +126,12 @@ class FusedLayer:
 
 
 def attention_part(layer: Layer) -> AttentionPart:
-    of = layer.attention
+    return part_of(layer.attention, layer.norm_in)
+
+
+def part_of(of: Attention, norm_H: Tensor | None) -> AttentionPart:
     return AttentionPart(
-        norm_H=layer.norm_in,
+        norm_H=norm_H,
         qkv=of.qkv,
         out=of.out.weight,
         q_norm_D=of.q_norm,

@@ -74,13 +74,11 @@ class EagleDrafter:
         wanted = [n for n, one in enumerate(kept) if one.is_drawn] if drafting.tokens else []
         pairs, head = Pairs(kept, self._tables), self._head
         hidden_TH = head.start(pairs.of_rows([features[name] for name in self._features]))
-        ends_NH = head.extend(
-            pairs.next_T, hidden_TH, self._layers, pairs.attend, pairs.ends(wanted)
-        )
+        ends = head.draft(pairs.next_T, hidden_TH, self._layers, pairs.attend, pairs.ends(wanted))
         if wanted:
             lengths_N = pairs.kv_len_N[wanted]
             width = min(drafting.topk, head.spec.draft_vocab)
-            growth = _Growth(ends_NH, width, _noise(kept, wanted, lengths_N))
+            growth = _Growth(*ends, width, _noise(kept, wanted, lengths_N))
             below = self._scratch.below(pairs.table_NP[wanted], lengths_N)
             top = self._likeliest(growth)
 
@@ -97,12 +95,13 @@ class EagleDrafter:
         """The head over the nodes of a beam: each continues the row that it is a child of."""
         above_RH = growth.hidden_RH[beam.rows_NW.flatten()]
         ids_R = beam.tokens_NW.flatten().long()
-        growth.hidden_RH = self._head.forward(ids_R, above_RH, self._layers, attend)
+        made = self._head.draft(ids_R, above_RH, self._layers, attend)
+        growth.hidden_RH, growth.logits_RV = made
         growth.level += 1
 
     def _likeliest(self, growth: "_Growth") -> Top:
         """What may follow each row, in tokens of the target."""
-        logits_RV, k = self._head.logits(growth.hidden_RH), growth.width
+        logits_RV, k = growth.logits_RV, growth.width
         noise = growth.noise
         vocab = logits_RV.shape[1]
         top = self._trees.top(logits_RV, k if noise is None else min(vocab, max(k, CANDIDATES)))
@@ -123,10 +122,13 @@ class _Growth:
     """Of a call: the rows of the last level, of one tree after another, and whose noise they have
     (None: all are greedy)."""
 
-    __slots__ = ("hidden_RH", "level", "noise", "width")
+    __slots__ = ("hidden_RH", "level", "logits_RV", "noise", "width")
 
-    def __init__(self, hidden_NH: Tensor, width: int, noise: Noise | None) -> None:
-        self.hidden_RH, self.width, self.noise = hidden_NH, width, noise
+    def __init__(
+        self, hidden_NH: Tensor, logits_NV: Tensor, width: int, noise: Noise | None
+    ) -> None:
+        self.hidden_RH, self.logits_RV = hidden_NH, logits_NV
+        self.width, self.noise = width, noise
         self.level = 0
 
 

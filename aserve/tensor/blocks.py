@@ -17,9 +17,9 @@ from aserve.tensor.rope import RopeTable
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPart:
     """Norm, joint projection, q and k norms (both or neither), rotation, KV write, attention, `out`
-    over its row blocks."""
+    over its row blocks. Without a norm it is a part of something else."""
 
-    norm_H: Tensor
+    norm_H: Tensor | None
     qkv: Linear
     out: Linear
     q_norm_D: Tensor | None
@@ -40,6 +40,19 @@ class MlpPart:
     gate_up: Linear
     down: Linear
     eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftPart:
+    """The layer of a draft head and the head behind it. `norms_H` are of the embedding and of the
+    hidden row, which attention then takes side by side; None: it takes hidden rows as they come.
+    `norm_H` is that before the head, if there is one."""
+
+    norms_H: tuple[Tensor, Tensor] | None
+    attention: AttentionPart  # without a norm
+    mlp: MlpPart
+    norm_H: Tensor | None
+    head: Linear
 
 
 class BlockStep(Protocol):
@@ -103,6 +116,20 @@ class Stack(Protocol):
         ...
 
 
+class DraftBlock(Protocol):
+    def __call__(
+        self,
+        embedded_TH: Tensor | None,
+        hidden_TH: Tensor,
+        kv: KvLayer,
+        step: BlockStep,
+        ends: tuple[Tensor, BlockStep] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """([N, H], logits [N, V]) of all rows, or of those rows (int64) that see what the other
+        step says. KV is written of all."""
+        ...
+
+
 class Blocks(Protocol):
     def step(self, attend: Attend, rope: RopeTable) -> BlockStep:
         """For the rows at `attend.positions_T`. Use it while those tensors are as they are."""
@@ -111,6 +138,8 @@ class Blocks(Protocol):
     def attention(self, part: AttentionPart) -> AttentionBlock: ...
 
     def mlp(self, part: MlpPart) -> MlpBlock: ...
+
+    def draft(self, part: DraftPart) -> DraftBlock: ...
 
     def stack(
         self,

@@ -19,7 +19,14 @@ from aserve.tensor.addresses import (
     require_same,
     tree_paths,
 )
-from aserve.tensor.blocks import AttentionBlock, AttentionPart, BlockStep, MlpBlock, MlpPart
+from aserve.tensor.blocks import (
+    AttentionBlock,
+    AttentionPart,
+    BlockStep,
+    DraftPart,
+    MlpBlock,
+    MlpPart,
+)
 from aserve.tensor.ops import Attend, KvLayer
 from aserve.tensor.outputs import Outputs
 from aserve.tensor.rope import RopeTable
@@ -71,6 +78,9 @@ class NativeBlocks:
     def mlp(self, part: MlpPart) -> "NativeMlp":
         return NativeMlp(self, part)
 
+    def draft(self, part: DraftPart) -> "NativeDraft":
+        return NativeDraft(self, part)
+
     def stack(
         self,
         layers: Sequence[tuple[AttentionBlock, MlpBlock]],
@@ -87,9 +97,9 @@ class NativeAttention:
             part.qkv.packed,  # type: ignore[attr-defined]
             part.out.packed,  # type: ignore[attr-defined]
             (
-                norm_weight(part.norm_H, part.qkv.k),
-                0 if part.q_norm_D is None else norm_weight(part.q_norm_D, part.dim),
-                0 if part.k_norm_D is None else norm_weight(part.k_norm_D, part.dim),
+                _norm(part.norm_H, part.qkv.k),
+                _norm(part.q_norm_D, part.dim),
+                _norm(part.k_norm_D, part.dim),
             ),
             (part.heads, part.kv_heads, part.dim),
             part.eps,
@@ -138,7 +148,7 @@ class NativeMlp:
         self.handle = _native.MlpBlock(
             part.gate_up.packed,  # type: ignore[attr-defined]
             part.down.packed,  # type: ignore[attr-defined]
-            0 if part.norm_H is None else norm_weight(part.norm_H, part.gate_up.k),
+            _norm(part.norm_H, part.gate_up.k),
             part.eps,
         )
 
@@ -196,7 +206,7 @@ class NativeStack:
             assert isinstance(mlp, NativeMlp)
             pairs.append((attention, mlp))
         self.blocks, self.hidden = blocks, pairs[0][0].part.qkv.k
-        norm = 0 if norm_H is None else norm_weight(norm_H, self.hidden)
+        norm = _norm(norm_H, self.hidden)
         handles = [(attention.handle, mlp.handle) for attention, mlp in pairs]
         self.handle = _native.Stack(handles, norm, eps)
         self._pools = KnownPools()
@@ -226,6 +236,59 @@ class NativeStack:
         return out_TH
 
 
+class NativeDraft:
+    def __init__(self, blocks: NativeBlocks, part: DraftPart) -> None:
+        self.blocks, self.hidden, self.vocab = blocks, part.mlp.down.n, part.head.n
+        self.takes_embedded = part.norms_H is not None
+        attention, mlp, hidden = part.attention, part.mlp, self.hidden
+        weights = attention.qkv, attention.out, mlp.gate_up, mlp.down, part.head
+        both = (None, None) if part.norms_H is None else part.norms_H
+        norms = (
+            *(_norm(norm_H, hidden) for norm_H in both),
+            _norm(attention.q_norm_D, attention.dim),
+            _norm(attention.k_norm_D, attention.dim),
+            _norm(mlp.norm_H, hidden),
+            _norm(part.norm_H, hidden),
+        )
+        self.handle = _native.DraftLayer(
+            tuple(weight.packed for weight in weights),  # type: ignore[attr-defined]
+            norms,
+            (attention.heads, attention.kv_heads, attention.dim),
+            attention.eps,
+            attention.scale,
+        )
+        self._pool = KnownPools()
+
+    def __call__(
+        self,
+        embedded_TH: Tensor | None,
+        hidden_TH: Tensor,
+        kv: KvLayer,
+        step: BlockStep,
+        ends: tuple[Tensor, BlockStep] | None,
+    ) -> tuple[Tensor, Tensor]:
+        n_rows, hidden = _rows(hidden_TH, self.hidden)
+        embedded = 0
+        if self.takes_embedded:
+            if embedded_TH is None or embedded_TH.shape != hidden_TH.shape:
+                raise ValueError(f"{n_rows} rows, embeddings of other tokens")
+            embedded = _rows(embedded_TH, self.hidden)[1]
+        blocks, (pool,) = self.blocks, self._pool.of((kv,))
+        given, last = _addresses(step, hidden_TH), None
+        if ends is not None:
+            rows_N, end_step = ends
+            if rows_N.dtype is not torch.int64 or not rows_N.is_contiguous():
+                raise ValueError(f"rows are {rows_N.dtype}: want contiguous int64")
+            last = rows_N.data_ptr(), _addresses(end_step, rows_N)
+            n_rows = len(rows_N)
+        out_NH = blocks.outputs.empty((n_rows, self.hidden))
+        logits_NV = blocks.outputs.empty((n_rows, self.vocab))
+        made = out_NH.data_ptr(), logits_NV.data_ptr()
+        rows = embedded, hidden
+        _native.draft_layer(blocks.team, blocks.space, self.handle, given, pool, rows, last, made)
+        return out_NH, logits_NV
+
+
 class KnownPools:
     """What the binding takes of the pools of layers, checked again only when they are others."""
 
@@ -246,6 +309,10 @@ def _pool(layer: KvLayer) -> Pool:
     if k.dtype is not v.dtype:
         raise ValueError(f"k pages are {k.dtype}, v pages {v.dtype}")
     return kv_type(k), k.data_ptr(), v.data_ptr(), pages(k), pages(v)
+
+
+def _norm(weight_H: Tensor | None, n: int) -> int:
+    return 0 if weight_H is None else norm_weight(weight_H, n)
 
 
 def _addresses(step: BlockStep, x_TH: Tensor) -> tuple[object, ...]:

@@ -2,11 +2,13 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from aserve.models.decoder import Ends
 from aserve.models.eagle_loading import load_head, read_shared, shared_with
 from aserve.models.eagle_spec import DraftHead, Shared
 from aserve.models.registry import load_model
@@ -44,12 +46,15 @@ class Drafting:
     def __call__(
         self, ids: list[int], hidden: Tensor, start: int, parents: tuple[int, ...] = ()
     ) -> Tensor:
-        n_rows = len(ids)
+        attend = self.attend(len(ids), start, parents)
+        return self.head.forward(torch.tensor(ids), hidden, self.kv.layers, attend)
+
+    def attend(self, n_rows: int, start: int, parents: tuple[int, ...] = ()) -> Attend:
         places = torch.arange(start, start + n_rows)
         slots = self.pages[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
         paths = paths_of(parents)
         positions = torch.tensor([start + len(path) - 1 for path in paths]) if parents else places
-        attend = Attend(
+        return Attend(
             slots_T=slots.to(torch.int32),
             positions_T=positions.to(torch.int32),
             page_table_NP=self.pages[None],
@@ -57,7 +62,6 @@ class Drafting:
             kv_len_N=torch.tensor([start + n_rows], dtype=torch.int32),
             tree=tree_of(paths) if parents else None,
         )
-        return self.head.forward(torch.tensor(ids), hidden, self.kv.layers, attend)
 
 
 def causal(n_rows: int) -> tuple[Tensor, Tensor]:
@@ -120,6 +124,38 @@ def test_a_head_computes_what_its_paper_says(
     near(drafting(ids, hidden, n_rows, PARENTS), whole[n_rows:])
     # The text goes on over what the tree left behind.
     near(drafting(ids[:1], hidden[:1], n_rows), whole[n_rows : n_rows + 1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("weights", [None, "int8"])
+@torch.inference_mode()
+def test_a_call_for_a_whole_head_has_the_bits_of_its_operations(
+    name: str, weights: Literal["int8"] | None, tmp_path: pathlib.Path
+) -> None:
+    heads.write(tmp_path, *CASES[name][0])
+
+    def rows(fused: bool) -> list[Tensor]:
+        ops = open_ops("native", 1, fused)
+        shared = shared_with(load_model(saved("llama")[0], ops=ops, dtype="bf16"))
+        head = load_head(tmp_path, shared, ops, weights=weights)
+        drafting, generator = Drafting(head), torch.Generator().manual_seed(7)
+        hidden = torch.randn(13 + len(PARENTS), heads.HIDDEN, generator=generator)
+        ids = prompt(13 + len(PARENTS), seed=8)
+        attend = drafting.attend(13, 0)
+        last = Ends(torch.tensor([12]), drafting.attend(1, 12))
+        ends = head.draft(torch.tensor(ids[:13]), hidden[:13], drafting.kv.layers, attend, last)
+        tree = drafting.attend(len(PARENTS), 13, PARENTS)
+        nodes = head.draft(torch.tensor(ids[13:]), hidden[13:], drafting.kv.layers, tree)
+        again = Drafting(head)
+        whole = head.draft(torch.tensor(ids[:13]), hidden[:13], again.kv.layers, attend)
+        assert all(torch.equal(a[-1:], b) for a, b in zip(whole, ends, strict=True))
+        nobody = Ends(torch.empty(0, dtype=torch.int64), drafting.attend(0, 13))
+        none = head.draft(torch.tensor(ids[:13]), hidden[:13], again.kv.layers, attend, nobody)
+        assert [len(one) for one in none] == [0, 0]
+        pools = [part.nan_to_num(9.0) for x in drafting.kv.layers for part in (x.k_PSHD, x.v_PSHD)]
+        return [*ends, *nodes, *whole, *pools]
+
+    assert all(torch.equal(a, b) for a, b in zip(rows(True), rows(False), strict=True))
 
 
 def logits(head: DraftHead, weights: heads.Tensors, hidden: Tensor) -> Tensor:
