@@ -6,23 +6,25 @@ from typing import Any
 
 import msgspec
 import pytest
+import trio
 from torch import Tensor
 
 from aserve.actors.completion import Completion
-from aserve.core.message import Drafting, Sampling
+from aserve.core.message import Drafting
 from aserve.core.request import SamplingParams, StructuredOutput
 from aserve.core.tree import NO_DRAFT, Draft
 from aserve.errors import ConfigError
 from aserve.models.regions import Region
 from aserve.runner import drafting as methods
 from aserve.runner.drafter import Drafter, Kept
+from aserve.runner.runner import Runner, Work
 from aserve.tensor.ops import KvLayer
 from aserve.testing.drafts import draft
 
 from .answers import REQUESTS, TEXT, asked, check_same, finish, finish_all, finish_each
-from .conftest import OpenEngine
+from .conftest import OpenEngine, wait_answered
 
-Key = tuple[tuple[int, ...], Sampling]  # a prompt, and how it is answered
+Key = tuple[tuple[int, ...], int]  # a prompt, and the seed of its answer
 VOCAB_MAX = 64  # of decoys
 
 
@@ -56,8 +58,7 @@ class Guessing:
         prompt = tuple(state.tokens[: state.prompt_len])
         # Nobody said which seed a greedy request has.
         seed = state.sampling.seed if state.sampling.temperature else 0
-        sampling = msgspec.structs.replace(state.sampling, seed=seed)
-        text = self.texts.setdefault((prompt, sampling), {})
+        text = self.texts.setdefault((prompt, seed), {})
         start = one.view.start + 1
         text |= dict(enumerate(one.tokens, start))
         end = start + len(one.tokens)
@@ -237,6 +238,67 @@ async def test_drafts_change_no_text_after_retraction(
         assert statistics.retractions > 0, layout
         assert statistics.drafts.accepted > 0, layout
         assert statistics.kv_pages_used == 0, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_an_end_within_a_draft_is_the_end(
+    open_tiny: OpenEngine, guessing: Guessing, alone: list[Completion], shape: str
+) -> None:
+    """A stop id, a stop string, the last token allowed: wherever in a draft they stand."""
+    texts = [one.choices[0] for one in alone]
+    ends: list[tuple[str, SamplingParams]] = []
+    for (prompt, params), said in zip(REQUESTS, texts, strict=True):
+        if params.structured_outputs is not None or params.n > 1 or params.min_tokens:
+            continue
+        token = said.token_ids[13]
+        stop_at = said.text[len(said.text) // 2 :][:3]
+        for change in (
+            {"stop_token_ids": (token,)},
+            {"stop": (stop_at,)},
+            {"max_tokens": 7},
+        ):
+            ends.append((prompt, msgspec.structs.replace(params, logprobs=None, **change)))
+    async with open_tiny() as engine:
+        expected = await finish_each(engine, ends)
+    async with open_tiny(**settings_of("chain")) as engine:
+        check_same(await finish_each(engine, ends), expected)
+    await learn(open_tiny, guessing, alone)
+    async with open_tiny(**settings_of(shape)) as engine:
+        found = await finish_each(engine, ends)
+        await wait_answered(engine)
+        assert engine.statistics().planner.drafts.accepted > 50
+        assert engine.statistics().planner.kv_pages_used == 0
+    check_same(found, expected)
+    reasons = [one.choices[0].finish_reason for one in found]
+    assert min(map(reasons.count, ("stop", "length"))) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "tp 2", "pp 2", "pp 2, dp 2"])
+async def test_ranks_that_start_anew_draft_on(
+    open_tiny: OpenEngine,
+    guessing: Guessing,
+    alone: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+) -> None:
+    await learn(open_tiny, guessing, alone)
+    deaths = [3, 9]
+    forward = Runner.forward
+
+    def dying(self: Runner, work: Work, inward: Any) -> Any:
+        if deaths and work.step == deaths[-1]:
+            deaths.pop()
+            raise ArithmeticError("told to die")
+        return forward(self, work, inward)
+
+    monkeypatch.setattr(Runner, "forward", dying)
+    async with open_tiny(**settings_of("tree"), **LAYOUTS.get(layout, {})) as engine:
+        with trio.fail_after(30):
+            check_same(await finish_all(engine), alone)
+        assert engine.statistics().restarts == 2
+        assert engine.statistics().planner.drafts.accepted > 20
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -17,6 +17,7 @@ from aserve.models.registry import Model
 from aserve.testing.drafts import draft
 from aserve.text import grammar
 from aserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.models import families
 from tests.models.test_rank_steps import Ranks, plan
 
 PROMPT = "Once upon a time the dog"
@@ -136,18 +137,37 @@ def asked_of(regex: str) -> tuple[Sampling, ...]:
 ASKED = asked_of("[a-z ]{200}")
 
 
+class Case(NamedTuple):
+    """A model, what it is asked, and a tokenizer where a grammar is among that."""
+
+    folder: pathlib.Path
+    tokenizer: Tokenizer | None
+    prompt: tuple[int, ...]
+    asked: tuple[Sampling, ...]
+
+    def ranks(self, layout: Layout = Layout()) -> Ranks:  # noqa: B008
+        return Ranks(layout, self.folder, self.tokenizer, PAGES)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_path: pathlib.Path, tokenizer: Tokenizer) -> Case:
+    return Case(tiny_model_path, tokenizer, tuple(tokenizer.encode(PROMPT)), ASKED)
+
+
+def of_family(name: str) -> Case:
+    free = tuple([sampling for sampling in ASKED if sampling.grammar is None])
+    return Case(families.saved(name)[0], None, tuple(families.prompt(7)), free)
+
+
 @functools.cache
-def alone(folder: pathlib.Path, tokenizer: Tokenizer) -> list[Spoken]:
-    ranks = Ranks(Layout(), folder, tokenizer, PAGES)
-    return spoken(ranks, ASKED, "none", [()] * len(ASKED), tokenizer.encode(PROMPT))
+def alone(case: Case) -> list[Spoken]:
+    return spoken(case.ranks(), case.asked, "none", [()] * len(case.asked), case.prompt)
 
 
-def check_same(layout: Layout, kind: str, folder: pathlib.Path, tokenizer: Tokenizer) -> list[int]:
-    expected = alone(folder, tokenizer)
+def check_same(layout: Layout, kind: str, case: Case) -> list[int]:
+    expected = alone(case)
     right = [one.tokens for one in expected]
-    found = spoken(
-        Ranks(layout, folder, tokenizer, PAGES), ASKED, kind, right, tokenizer.encode(PROMPT)
-    )
+    found = spoken(case.ranks(layout), case.asked, kind, right, case.prompt)
     for one, other in zip(found, expected, strict=True):
         assert one.error is other.error is None
         assert one.results == other.results
@@ -155,11 +175,14 @@ def check_same(layout: Layout, kind: str, folder: pathlib.Path, tokenizer: Token
     return [one.n_steps for one in found]
 
 
+@functools.cache
+def steps_of_one_rank(kind: str, case: Case) -> list[int]:
+    return check_same(Layout(), kind, case)
+
+
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_drafts_change_no_text(
-    kind: str, tiny_model_path: pathlib.Path, tokenizer: Tokenizer
-) -> None:
-    check_same(Layout(), kind, tiny_model_path, tokenizer)
+def test_drafts_change_no_text(kind: str, tiny: Case) -> None:
+    check_same(Layout(), kind, tiny)
 
 
 @pytest.mark.slow
@@ -175,22 +198,51 @@ def test_drafts_change_no_text(
         Layout(tp=4, dp=4),
     ],
 )
-def test_drafts_change_no_text_in_any_layout(
-    layout: Layout, kind: str, tiny_model_path: pathlib.Path, tokenizer: Tokenizer
-) -> None:
-    steps = check_same(layout, kind, tiny_model_path, tokenizer)
-    assert steps == _steps_of_one_rank(kind, tiny_model_path, tokenizer)
+def test_drafts_change_no_text_in_any_layout(layout: Layout, kind: str, tiny: Case) -> None:
+    assert check_same(layout, kind, tiny) == steps_of_one_rank(kind, tiny)
 
 
-@functools.cache
-def _steps_of_one_rank(kind: str, folder: pathlib.Path, tokenizer: Tokenizer) -> list[int]:
-    return check_same(Layout(), kind, folder, tokenizer)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=3),
+        Layout(tp=3, dp=3),
+        Layout(tp=3, cp=3),
+        Layout(tp=6, cp=3, dp=2),
+        Layout(tp=4, ep=2, moe_dp=2),
+        Layout(tp=4, dp=2, ep=4, experts="all_to_all"),
+    ],
+)
+def test_drafts_change_no_text_where_experts_are_split(layout: Layout) -> None:
+    case = of_family("divisible-moe")
+    assert check_same(layout, "tree", case) == steps_of_one_rank("tree", case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_drafts_change_no_text_of_any_family(name: str) -> None:
+    check_same(Layout(), "tree", of_family(name))
+
+
+def test_the_right_token_below_a_wrong_one_is_not_entered(tiny: Case) -> None:
+    right = alone(tiny)[0].tokens
+    wrong = (right[1] + 1) % 64
+    ranks, first = tiny.ranks(), Speaker(0, tiny.prompt, tiny.asked[0])
+    reports = ranks.step(plan(0, (first.next_rows("none", ()),), admits=(first.admit(),)))
+    commit = first.take(_result(reports, 0))
+    assert commit is not None
+    tokens = (right[0], wrong, right[1], right[2], right[3], right[2])
+    rows = Rows(0, len(tiny.prompt), tokens, (-1, 0, 0, 1, 1, 2), True, ())
+    result = _result(ranks.step(plan(1, (rows,), commits=(commit,))), 0)
+    assert (result.path, result.tokens) == ((0, 2, 5), tuple(right[1:4]))
 
 
 def test_a_draft_that_the_grammar_cannot_follow_is_a_dead_end(
-    tiny_model_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tiny: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token before it goes out first, then the error comes: as without drafts."""
+    right = [one.tokens for one in alone(tiny)]
     mask = grammar.GrammarMatcher.mask
     calls: list[int] = []
 
@@ -200,28 +252,25 @@ def test_a_draft_that_the_grammar_cannot_follow_is_a_dead_end(
 
     monkeypatch.setattr(grammar.GrammarMatcher, "mask", failing)
     monkeypatch.setattr(grammar.GrammarMatcher, "error", "it broke")
-    asked, prompt = ASKED[-1:], tokenizer.encode(PROMPT)
-    (plain,) = spoken(
-        Ranks(Layout(), tiny_model_path, tokenizer, PAGES), asked, "none", [()], prompt
-    )
+    asked = tiny.asked[-1]
+    (plain,) = spoken(tiny.ranks(), [asked], "none", [()], tiny.prompt)
     assert plain.error == "the grammar cannot go on: it broke"
     assert len(plain.tokens) == 3
-    right = [alone(tiny_model_path, tokenizer)[-1].tokens]
+    rest = right[-1]
     calls.clear()
-    ranks = Ranks(Layout(), tiny_model_path, tokenizer, PAGES)
-    first, rest = Speaker(0, prompt, asked[0]), right[0]
+    ranks, first = tiny.ranks(), Speaker(0, tiny.prompt, asked)
     reports = ranks.step(plan(0, (first.next_rows("none", ()),), admits=(first.admit(),)))
     commit = first.take(_result(reports, 0))
     assert commit is not None
     tokens = (first.tokens[-1], *rest[1:5])
-    rows = Rows(0, len(prompt), tokens, (-1, 0, 1, 2, 3), True, ())
+    rows = Rows(0, len(tiny.prompt), tokens, (-1, 0, 1, 2, 3), True, ())
     result = _result(ranks.step(plan(1, (rows,), commits=(commit,))), 0)
     assert (result.path, result.tokens, result.error) == ((0, 1), tuple(rest[1:3]), None)
     assert [token for token, _ in plain.results] == rest[:3]
 
 
 def test_logits_of_all_rows_of_trees_come_in_one_call(
-    tiny_model_path: pathlib.Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tiny: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_rows: list[int] = []
     logits = Model.logits
@@ -231,13 +280,12 @@ def test_logits_of_all_rows_of_trees_come_in_one_call(
         return logits(self, hidden_WH, *given)
 
     monkeypatch.setattr(Model, "logits", counted)
-    prompt = tokenizer.encode(PROMPT)
-    ranks = Ranks(Layout(), tiny_model_path, tokenizer, PAGES)
-    speakers = [Speaker(seq, prompt, ASKED[0]) for seq in range(3)]
+    ranks = tiny.ranks()
+    speakers = [Speaker(seq, tiny.prompt, ASKED[0]) for seq in range(3)]
     first = tuple([one.next_rows("none", ()) for one in speakers])
     reports = ranks.step(plan(0, first, admits=tuple([one.admit() for one in speakers])))
     commits = [one.take(_result(reports, one.seq)) for one in speakers]
-    start = len(prompt)
+    start = len(tiny.prompt)
     rows = (
         Rows(0, start, (speakers[0].tokens[-1], 5, 6), (-1, 0, 0), True, ()),
         Rows(1, start, (speakers[1].tokens[-1],), (), True, ()),
