@@ -70,13 +70,20 @@ what the last one draws, while another microbatch fills that time with work.
 
 Trees. `StepPlan.drafting` says how large a draft the rows of a step may end with (`speculation`
 what a configuration allows). A result may bring one, the next tree below the token just drawn. It
-is planned as rows with parents, in slots `kv_len` and after; its result is the accepted path, and the commit of that
-path has every rank move the KV of its rows, row by row, to where they stand in the text. Drafts
-only take what would be idle: they are cut to rows and pages that nobody needs for a row that must
-be, and to the tokens that may still be drawn. Pages beyond the text stay for the next tree, so
-that admission counts one tree a sequence. A step that drafts may itself lag, but nothing is planned
-behind it, or behind a tree, before its report: the shape of those rows is not known. With no drafts
-in a step, rows lag again.
+is planned as rows with parents, in slots `kv_len` and after; its result is the accepted path, and
+the commit of that path has every rank move the KV of its rows, row by row, to where they stand in
+the text. Drafts only take what would be idle: they are cut to rows and pages that nobody needs for
+a row that must be, and to the tokens that may still be drawn. Pages beyond the text stay for the
+next tree, so that admission counts one tree a sequence. A step that drafts may itself lag, but
+nothing is planned behind it, or behind a tree, before its report: the shape of those rows is not
+known. With no drafts in a step, rows lag again.
+
+How large. `draft_sizer` asks for the drafts that make the most tokens for the time, as far as
+reports told: `pace` remembers what drafts of a size yield, and what steps take by their rows. Where
+drafts do not pay none are asked for. A small part of the time goes to steps of other sizes, saved
+up for and spent where little is expected to be lost, so that it learns when a text or a load
+changes. It knows counts and reported microseconds only: another planner with the same reports
+decides the same, and ranks read it off the plan.
 
 Many ranks. Every rank reports every step, in order; a step is over when all have (`merge`), and
 only then does what the leaders of its groups drew go out: a rank that was out of step may have had

@@ -10,7 +10,7 @@ from aserve.core.config import Schedule
 from aserve.core.depth import Depth
 from aserve.core.group import Group
 from aserve.core.lane import Composition, Lane
-from aserve.core.message import Drafting
+from aserve.core.message import NO_DRAFTING, Drafting
 from aserve.core.outbox import Outbox
 from aserve.core.sequence import NO_MICROBATCH, Phase, Sequence
 from aserve.core.sizer import ChunkSizer
@@ -67,6 +67,11 @@ class Composer:
     @property
     def n_running(self) -> int:
         return sum([len(group.running) for group in self.groups])
+
+    @property
+    def n_busy(self) -> int:
+        """Microbatches in which somebody draws."""
+        return sum([any(cells) for cells in self.cells])
 
     def compose(self, microbatch: int) -> Composition:
         """The next step of a microbatch that is not in flight."""
@@ -212,8 +217,11 @@ class Composer:
             )
             # The last token drawn never gets KV, so no path of rows can be longer than the rest.
             depth_max = sequence.max_tokens - sequence.n_generated - 1
+            n_drafted = len(sequence.draft.tokens)
             sequence.draft = cut(sequence.draft, n_max, depth_max)
             n_rows = len(sequence.draft.tokens)
+            if n_rows < n_drafted:
+                sequence.asked = NO_DRAFTING
             rows -= n_rows
             pages -= max(0, group.pages_for(root_end + n_rows) - n_held)
 

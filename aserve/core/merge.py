@@ -1,5 +1,6 @@
 """Many ranks' reports of one step become one event: who reported what, and whether it may be."""
 
+from aserve.core.lane import Composition
 from aserve.core.layout import Grid
 from aserve.core.message import Result, Rows, StepPlan, StepReport
 from aserve.core.sequence import Sequence
@@ -10,25 +11,52 @@ from aserve.errors import Desync
 class Flight:
     """A plan in flight: what it moved, and the ranks whose reports are missing."""
 
-    __slots__ = ("digest", "load", "micros", "missing", "places", "plan", "sequences", "settling")
+    __slots__ = (
+        "behind_open",
+        "digest",
+        "draft_micros",
+        "is_open",
+        "load",
+        "micros",
+        "missing",
+        "n_chunks",
+        "n_draws",
+        "n_rows",
+        "places",
+        "plan",
+        "sequences",
+        "settling",
+        "stage_micros",
+        "waited_micros",
+    )
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        digest: int,
-        sequences: list[list[Sequence]],
-        load: tuple[float, float] | None,
-        places: int,
-    ) -> None:
+    def __init__(self, plan: StepPlan, digest: int, composition: Composition) -> None:
+        lanes = composition.lanes
         self.plan = plan
         self.digest = digest
-        self.sequences = sequences  # by group, in the order of the plan's rows
-        self.load = load  # what it asks of the first stage, for the chunk sizer
-        self.places = places  # that it takes of those of its microbatch
+        self.sequences = [lane.scheduled for lane in lanes]  # in the order of the plan's rows
+        self.n_rows = composition.n_rows
+        self.n_draws = composition.n_draws
+        self.n_chunks = sum([lane.n_chunks for lane in lanes])
+        self.is_open = composition.is_open
+        self.behind_open: bool | None = None  # the step before it was; None: that says nothing
+        self.load: tuple[float, float] | None = None  # of the first stage, for the chunk sizer
+        self.places = 1  # that it takes of those of its microbatch
         self.missing: dict[int, None] = {}  # ranks, in order
         self.micros = 0  # of the slowest rank of the first stage
+        self.stage_micros: list[int] = []  # of the slowest rank of each, without drafting
+        self.draft_micros = 0  # of the slowest leader
+        self.waited_micros = 0  # for its plan, by the first stage
         # By group, what its leader reported, until all ranks have.
-        self.settling: list[list[tuple[Sequence, Rows, Result]]] = [[] for _ in sequences]
+        self.settling: list[list[tuple[Sequence, Rows, Result]]] = [[] for _ in lanes]
+
+    def measure(self, stage: int, report: StepReport) -> None:
+        own_micros = report.micros - report.draft_micros
+        self.stage_micros[stage] = max(self.stage_micros[stage], own_micros)
+        self.draft_micros = max(self.draft_micros, report.draft_micros)
+        if stage == 0:
+            self.micros = max(self.micros, report.micros)
+            self.waited_micros = max(self.waited_micros, report.waited_micros)
 
 
 class Flights:
@@ -36,7 +64,7 @@ class Flights:
 
     def __init__(self, grid: Grid) -> None:
         self._world = grid.world
-        self._first_stage = grid.tp
+        self._stage_size = grid.tp
         self._groups = {grid.leader(dp): dp for dp in range(grid.dp)}  # by the rank that leads
         self.reset()
 
@@ -50,6 +78,7 @@ class Flights:
 
     def depart(self, flight: Flight) -> None:
         flight.missing = dict.fromkeys(range(self._world))
+        flight.stage_micros = [0] * (self._world // self._stage_size)
         self._flights[flight.plan.step] = flight
 
     def group_of(self, rank: int) -> int | None:
@@ -87,8 +116,7 @@ class Flights:
         self._steps[rank] = report.step
         self._digests[rank] = report.digest
         del flight.missing[rank]
-        if rank < self._first_stage:
-            flight.micros = max(flight.micros, report.micros)
+        flight.measure(rank // self._stage_size, report)
         if flight.missing:
             return False
         del self._flights[report.step]

@@ -194,8 +194,9 @@ class StepReport(Struct, frozen=True, tag=0):
     """What a step was on one rank; every rank reports every step, in order.
 
     Only the leader of an attention-DP group carries `results`: those of its group's batch.
-    `micros` is the time in forward, `waited_micros` the time that the rank waited for the plan and
-    the inward bundle since its last report.
+    `micros` is the time in forward, `draft_micros` the part of it in which the next drafts were
+    made, `waited_micros` the time that the rank waited for the plan and the inward bundle since its
+    last report.
     """
 
     step: int
@@ -206,6 +207,7 @@ class StepReport(Struct, frozen=True, tag=0):
     found: tuple[tuple[int, int], ...]
     micros: int
     waited_micros: int = 0
+    draft_micros: int = 0
 
 
 class RankState(Struct, frozen=True, tag=1):

@@ -8,11 +8,13 @@ from aserve.core.admission import refuse_misfit
 from aserve.core.compose import Composer
 from aserve.core.config import Layout, Schedule
 from aserve.core.depth import depth_of
+from aserve.core.draft_sizer import DraftSizer
+from aserve.core.gauges import Gauges
 from aserve.core.group import Group
 from aserve.core.lane import Composition
 from aserve.core.layout import Grid
 from aserve.core.merge import Flight, Flights
-from aserve.core.message import NO_DRAFTING, Drafting, Result, Rows, StepPlan, StepReport
+from aserve.core.message import Drafting, Result, Rows, StepPlan, StepReport
 from aserve.core.outbox import Outbox
 from aserve.core.pages import CacheSpec as CacheSpec
 from aserve.core.profile import compose_profile
@@ -23,7 +25,7 @@ from aserve.core.sizer import open_sizer
 from aserve.core.speculation import Speculation
 from aserve.core.status import PlannerState, ledger
 from aserve.core.status import PlannerStatistics as PlannerStatistics
-from aserve.core.verdict import land, objection, settle
+from aserve.core.verdict import known_rows, land, objection, settle
 from aserve.errors import Desync, RequestError
 
 AUDIT_STEPS = 1024  # the ledger's counts are checked every step, every single page this often
@@ -53,12 +55,13 @@ class Planner:
         self._cache = cache
         self._context_len = context_len
         self._waiting_max = schedule.waiting_max
-        self._speculation = speculation
         self._depth = depth_of(layout, schedule)
         assert min(self._depth) >= 0, self._depth
         self._groups = [Group(index, cache, schedule.prefix_cache) for index in range(grid.dp)]
         self._outbox = Outbox(self._depth.microbatches)
         self.sizer = open_sizer(schedule, cache, grid, context_len)
+        self._draft_sizer = DraftSizer(speculation, grid.pp)
+        self._gauges = Gauges(self.sizer, self._draft_sizer, self._depth.lag_max > 0)
         self._vocab_size = vocab_size
         self._composer = Composer(
             self._groups, self._depth, schedule, self._outbox, speculation.most, self.sizer
@@ -95,6 +98,7 @@ class Planner:
         self._outbox.reset()
         self._composer.reset()
         self._flights.reset()
+        self._gauges.reset()
         for sequence in reversed(running):
             sequence.enter(Phase.WAITING)
             self._composer.queue.put_first(sequence)
@@ -187,11 +191,13 @@ class Planner:
                     return plan
             # Who was retracted in vain may find a place in a microbatch that was asked before.
             if n_retractions == self._composer.n_retractions:
+                if not len(self._flights):
+                    self._gauges.idle()
                 return None
 
     def _drafting(self, composition: Composition) -> Drafting:
         """How large the drafts are that the rows of a step end with."""
-        return self._speculation.most if composition.n_draws else NO_DRAFTING
+        return self._gauges.drafting(composition, self._composer.n_busy)
 
     def _plan_profile(self) -> StepPlan | None:
         """The next step of the profile, alone in flight: nothing else is measured."""
@@ -225,30 +231,18 @@ class Planner:
             self._prefix_hit_len += admit.kv_len
         numbers = [step, microbatch, *earlier, *composition.numbers()]
         self._digest = fold(self._digest, numbers)
-        sequences = [lane.scheduled for lane in composition.lanes]
+        flight = Flight(plan, self._digest, composition)
+        flight.load = self._gauges.load(composition)
         # Nothing is planned behind what is open: it takes all places of its microbatch.
-        places = 1 + self._depth.lag_max * composition.is_open
-        load = self._load(composition)
-        self._flights.depart(Flight(plan, self._digest, sequences, load, places))
-        self._taken[microbatch] += places
+        flight.places = 1 + self._depth.lag_max * flight.is_open
+        self._gauges.departs(flight)
+        self._flights.depart(flight)
+        self._taken[microbatch] += flight.places
         self._step = step + 1
         self._microbatch = (microbatch + 1) % self._depth.microbatches
         if not self.sizer.profile_len:
             self._n_rows += composition.n_rows
         return plan
-
-    def _load(self, composition: Composition) -> tuple[float, float] | None:
-        """What the group with most to do does, if the step's time says something of chunks."""
-        if self.sizer.cost is None:
-            return None
-        loads = [self.sizer.load(lane.rows) for lane in composition.lanes if lane.n_chunks]
-        return max([load for load in loads if load is not None], default=None)
-
-    def _measure(self, flight: Flight) -> None:
-        if self.sizer.profile_len:
-            self.sizer.profiled(flight.micros)
-        elif flight.load is not None:
-            self.sizer.served(flight.load, flight.micros)
 
     def report(self, report: StepReport) -> tuple[Output, ...]:
         """What one rank says of a step; with its last rank's report, the outputs of the step.
@@ -270,7 +264,7 @@ class Planner:
         if not self._flights.count(flight, report):
             return ()
         self._taken[flight.plan.microbatch] -= flight.places
-        self._measure(flight)
+        self._gauges.measure(flight)
         outputs: list[Output] = []
         for settling in flight.settling:
             for sequence, row, result in settling:
@@ -278,7 +272,7 @@ class Planner:
                 if sequence.phase == Phase.FINISHED:
                     land(sequence, row, result)
                     continue
-                output = self._settle(sequence, row, result)
+                output = self._settle(sequence, row, result, flight.plan.drafting)
                 if output is not None:
                     outputs.append(output)
         self._land(flight)
@@ -298,7 +292,9 @@ class Planner:
                 elif group.yielding.get(sequence.seq) is sequence:
                     self._composer.retract(sequence)
 
-    def _settle(self, sequence: Sequence, rows: Rows, result: Result) -> Output | None:
+    def _settle(
+        self, sequence: Sequence, rows: Rows, result: Result, drafting: Drafting
+    ) -> Output | None:
         cached_len = sequence.cached_len
         if result.error is not None:
             self._leave(sequence, keep=False)
@@ -310,6 +306,10 @@ class Planner:
             self._outbox.commit(sequence.microbatch, commit)
             tokens = commit.tokens
             self._acceptance.count(rows, result)
+            self._draft_sizer.verified(
+                sequence.asked, len(rows.tokens) - 1, len(result.path) - known_rows(rows)
+            )
+            sequence.asked = drafting
         prompt_logprobs = result.prompt_logprobs
         if prompt_logprobs:
             # After a retraction the first ones come a second time.

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from aserve.core.message import Sampling
+from aserve.core.message import NO_DRAFTING, Drafting, Sampling
 from aserve.core.radix import Node
 from aserve.core.request import FinishReason, Request
 from aserve.core.tree import NO_DRAFT
@@ -44,10 +44,12 @@ class Sequence:
 
     `pages` is the page table; its first `cached_pages` are the cache's, down to `node`, which is
     locked; the others are its own. `promised_pages` are to be in the cache after the prefill.
+    `asked` is the drafting that `draft`, or the tree in flight, came of, unless it was cut.
     While it only prefills it belongs to its group; with its last chunk it joins a microbatch.
     """
 
     __slots__ = (
+        "asked",
         "cached_len",
         "cached_pages",
         "chunk_base",
@@ -90,6 +92,7 @@ class Sequence:
         self.computed_len = 0
         self.kv_len = 0
         self.draft = NO_DRAFT
+        self.asked: Drafting = NO_DRAFTING
         self.pages: list[int] = []
         self.node: Node | None = None
         self.hits: dict[int, Node] = {}  # by group, while waiting: what the cache had last time
@@ -124,6 +127,7 @@ class Sequence:
         self.cached_pages = self.promised_pages = 0
         self.computed_len = self.kv_len = 0
         self.draft = NO_DRAFT
+        self.asked = NO_DRAFTING
         self.microbatch = NO_MICROBATCH
 
     def restart(self) -> None:

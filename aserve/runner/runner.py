@@ -56,6 +56,7 @@ class Outward:
     bundle: Mapping[str, Tensor]
     digest: int
     micros: int
+    draft_micros: int  # of these
 
 
 class Runner:
@@ -125,26 +126,35 @@ class Runner:
         self._seat.layer.start(work.step)
         results: tuple[Result, ...] = ()
         bundle: Mapping[str, Tensor] = {}
+        draft_micros = 0
         self._move(work.moves)
         for seq in work.drops:
             self._draws.drop(seq)
             if self._drafter is not None:
                 self._drafter.drop(seq)
         if work.inputs is not None:
-            results, bundle = self._run(work, work.inputs, inward or {})
+            results, bundle, draft_micros = self._run(work, work.inputs, inward or {})
         elif not self._model.is_last:
             bundle = self._features.nothing()
         micros = round((time.perf_counter() - started) * 1e6)
-        return Outward(results, bundle, work.digest, micros)
+        return Outward(results, bundle, work.digest, micros, draft_micros)
 
     def report(self, plan: StepPlan, outward: Outward) -> StepReport:
         return StepReport(
-            plan.step, self.rank, outward.digest, outward.results, (), (), outward.micros
+            plan.step,
+            self.rank,
+            outward.digest,
+            outward.results,
+            (),
+            (),
+            outward.micros,
+            draft_micros=outward.draft_micros,
         )
 
     def _run(
         self, work: Work, inputs: StepInputs, inward: Mapping[str, Tensor]
-    ) -> tuple[tuple[Result, ...], Mapping[str, Tensor]]:
+    ) -> tuple[tuple[Result, ...], Mapping[str, Tensor], int]:
+        """Results, what the next stage gets, and microseconds spent on drafts."""
         model, tokens = self._model, work.tokens
         if inputs.lagging:
             inputs.fill_in(self._drawn(inputs.lagging))
@@ -153,12 +163,14 @@ class Runner:
             inputs.ids_G, tokens, self._kv.layers, inputs.attend, inward.get("hidden"), seen
         )
         if not model.is_last:
-            return (), self._features.outward(tokens, hidden_TH, seen, inward)
+            return (), self._features.outward(tokens, hidden_TH, seen, inward), 0
         features = self._features.of_group(tokens, hidden_TH, seen, inward)
         results = self._drawing.results(work.views, tokens, inputs.last_rows, hidden_TH)
-        if self._drafter is not None:
-            results = self._with_drafts(work, results, features, self._drafter)
-        return results, {}
+        if self._drafter is None:
+            return results, {}, 0
+        started = time.perf_counter()
+        results = self._with_drafts(work, results, features, self._drafter)
+        return results, {}, round((time.perf_counter() - started) * 1e6)
 
     def _with_drafts(
         self,

@@ -29,7 +29,7 @@ class Fault(msgspec.Struct, frozen=True):
     forced: Mapping[str, Any] = {}
 
 
-TREES = {"draft_max": 5, "max_tokens_max": 24, "troubles": 0}
+TREES = {"draft_max": 5, "adaptive": False, "max_tokens_max": 24, "troubles": 0}
 CALM = {"troubles": 0}
 
 FAULTS: tuple[Fault, ...] = (

@@ -18,6 +18,8 @@ class Scenario(msgspec.Struct, frozen=True):
 NO_TROUBLE = {"troubles": 0}
 LONG = {"requests": 9, "pace_ms": 5.0, "dp": 2}
 BUSY = {"requests": 9, "pace_ms": 0.0}
+TREES = {"draft_max": 5, "adaptive": False}
+DRAFTS = {"draft_max": 5, "adaptive": True, "page_size": 2, "crowd": True, "group_rows": 32}
 LAG = {"pp": 1, "overlap": 1, "draft_max": 0}
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -35,12 +37,22 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "trees",
         "drafts between decoys on pages of two: compaction crosses page borders",
-        {"draft_max": 5, "page_size": 2, "max_tokens_max": 24, **NO_TROUBLE},
+        {**TREES, "page_size": 2, "max_tokens_max": 24, **NO_TROUBLE},
     ),
     Scenario(
         "trees-in-a-tight-pool",
         "retraction takes a draft with it, and surplus pages are all there is to give",
-        {"draft_max": 5, "page_size": 2, "crowd": True, "group_rows": 32, "running_max": 24},
+        {**TREES, "page_size": 2, "crowd": True, "group_rows": 32, "running_max": 24},
+    ),
+    Scenario(
+        "drafts-of-any-size",
+        "drafts are turned up, down and off as steps are timed, and rows lag wherever none is made",
+        {**DRAFTS, "pp": 1, "overlap": 1, "running_max": 4, "jitter": 5.0, **NO_TROUBLE},
+    ),
+    Scenario(
+        "drafts-of-any-size-in-a-pipeline",
+        "each microbatch has drafts of its own size; crashes do not bring back an old one",
+        {**DRAFTS, "pp": 2, "dp": 2, "troubles": 2, "trouble_kinds": ("crash", "slow")},
     ),
     Scenario(
         "idle-groups",
@@ -146,14 +158,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         "everything-at-once",
         "trees, a crowd in a tight pool, aborts and crashes in a pipeline of groups",
         {
-            **{"crowd": True, "draft_max": 5, "aborts": 0.5, "troubles": 4, "pp": 2, "dp": 2},
+            **{"crowd": True, **TREES, "aborts": 0.5, "troubles": 4, "pp": 2, "dp": 2},
             **{"overlap": 1, "prefix_cache": True, "prompt_logprobs": 0.5, "group_rows": 24},
         },
     ),
     Scenario(
         "crashes-with-trees",
         "what a restart forgets includes drafts, commits on their way and uncompacted pages",
-        {"troubles": 4, "trouble_kinds": ("crash", "cut"), "draft_max": 5},
+        {"troubles": 4, "trouble_kinds": ("crash", "cut"), **TREES},
     ),
 )
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

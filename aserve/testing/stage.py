@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aserve.core.layout import Grid
-from aserve.core.message import LAGGING, Result, StepPlan, StepReport
+from aserve.core.message import LAGGING, Drafting, Result, StepPlan, StepReport
 from aserve.core.planner import CacheSpec
 from aserve.core.replica import KvMove, Replica, RowsView
 from aserve.tensor.collective import LayerPlane
@@ -50,6 +50,7 @@ class Work:
     inward: dict[str, tuple[tuple[int, ...], torch.dtype]]
     digest: int
     micros: int
+    draft_micros: int  # of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Outward:
     results: tuple[Result, ...]
     digest: int
     micros: int
+    draft_micros: int
 
 
 class StageRows:
@@ -85,6 +87,10 @@ class StageRows:
 def cost_micros(view: RowsView) -> int:
     """Virtual time that a sequence's rows take: more the longer what they look back on."""
     return 10 * view.n_rows + view.n_rows * view.kv_len // 8
+
+
+def draft_cost_micros(views: Sequence[RowsView], drafting: Drafting) -> int:
+    return sum([view.rows.sample for view in views]) * 2 * drafting.tokens
 
 
 class LegibleStage:
@@ -120,8 +126,13 @@ class LegibleStage:
             count = tokens.slice_counts[self.place.attn_tp]
             inward["hidden"] = ((count, 1), torch.float64)
         micros = sum(cost_micros(view) for view in views) * len(self.layers) // 4 + 20
-        digest = self.replica.digest
-        return Work(plan.step, plan, moves, views, mine, tokens, inward, digest, micros)
+        draft_micros = 0
+        if self.is_last and self._seat.is_leader:
+            draft_micros = draft_cost_micros(mine, plan.drafting)
+        digest, micros = self.replica.digest, micros + draft_micros
+        return Work(
+            plan.step, plan, moves, views, mine, tokens, inward, digest, micros, draft_micros
+        )
 
     def forward(self, work: Work, inward: Mapping[str, Tensor] | None) -> Outward:
         self._seat.layer.start(work.step)
@@ -137,11 +148,18 @@ class LegibleStage:
             results = self._draw(hidden, work)
         else:
             bundle["hidden"] = work.tokens.slice(to_tensor(hidden)).clone()
-        return Outward(bundle, results, work.digest, work.micros)
+        return Outward(bundle, results, work.digest, work.micros, work.draft_micros)
 
     def report(self, plan: StepPlan, outward: Outward) -> StepReport:
         return StepReport(
-            plan.step, self.rank, outward.digest, outward.results, (), (), outward.micros
+            plan.step,
+            self.rank,
+            outward.digest,
+            outward.results,
+            (),
+            (),
+            outward.micros,
+            draft_micros=outward.draft_micros,
         )
 
     def _prepare(self, work: Work) -> None:

@@ -20,7 +20,8 @@ def drafts(setup: Setup) -> str:
     most = speculation_of(setup.spec).most
     if not most.tokens:
         return "no drafts"
-    return f"drafts of {most.tokens} in {most.depth} levels, {most.topk} children"
+    at_most = "up to " * setup.spec.adaptive
+    return f"drafts of {at_most}{most.tokens} in {most.depth} levels, {most.topk} children"
 
 
 def replay(seed: int, scenario: str) -> str:
