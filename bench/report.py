@@ -56,6 +56,10 @@ def layouts_part(given: argparse.Namespace) -> str:
     return markdown("layouts", "--live", "thread", "process", "--rounds", str(given.rounds))
 
 
+def spec_part(given: argparse.Namespace) -> str:
+    return markdown("spec", "--rounds", str(given.rounds))
+
+
 def pipeline_part(given: argparse.Namespace) -> str:
     return markdown("pipeline", "--rounds", str(given.rounds))
 
@@ -79,6 +83,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
     "plan": ("A step beside the model (`aserve bench plan`)", plan_part),
     "layouts": ("Layouts of ranks (`aserve bench layouts`)", layouts_part),
     "pipeline": ("Stages that wait (`aserve bench pipeline`)", pipeline_part),
+    "spec": ("Drafts (`aserve bench spec`)", spec_part),
     "kernels": ("Kernels against their floors (`aserve bench kernels`)", kernels_part),
 }
 

@@ -1,4 +1,4 @@
-"""`aserve bench serve|kernels|plan|layouts|pipeline|quality`: finds the measurement and runs it."""
+"""`aserve bench serve|kernels|plan|layouts|pipeline|quality|spec`: finds the one and runs it."""
 
 import argparse
 import importlib
@@ -14,6 +14,7 @@ MEASUREMENTS = {
     "layouts": "each layout of ranks beside one rank",
     "pipeline": "how long stages wait, with fixed and with dynamic chunks",
     "quality": "what --weights costs: the perplexity of a text with each type",
+    "spec": "tokens a step and a second, with drafts and without",
 }
 
 
