@@ -103,7 +103,7 @@ class ModelDrafter:
         self._vocab = min(target_vocab, model.spec.vocab)
         self._has_all = model.spec.vocab >= target_vocab
         self._tables = PageTables(scratch.page_size)
-        self._filled = Filled(scratch.first_page(0), scratch.page_size)
+        self._filled = Filled(scratch.pages_before, scratch.page_size)
         self._texts: dict[int, Text] = {}
 
     def drop(self, seq: int) -> None:
@@ -215,7 +215,7 @@ class Reading:
         self.growing = [n for n, lane in enumerate(lanes) if lane.grows]
         for place, n in enumerate(self.growing):
             if lanes[n].end % size == 0:  # the root's page is not the sequence's yet
-                self.table_NP[n, lanes[n].end // size] = scratch.first_page(place)
+                self.table_NP[n, lanes[n].end // size] = scratch.last_page(place)
         starts = list(accumulate(counts, initial=0))
         self.roots = [starts[n + 1] - 1 for n in self.growing]
         self.lengths_N = stop_N[self.growing]

@@ -20,9 +20,9 @@ class Foresight:
     noise, under its noise, so that what is proposed first is what would be drawn."""
 
     def __init__(
-        self, trees: Trees, samplings: Sequence[Sampling], lengths_N: Ints, width: int
+        self, trees: Trees, samplings: Sequence[Sampling], positions_N: Ints, width: int
     ) -> None:
-        """`lengths_N` are the positions of the first tokens below the roots."""
+        """`positions_N` are those of the first tokens below the roots."""
         self._trees, self._width, self._level = trees, width, 0
         temperatures = [one.temperature for one in samplings]
         self._noise: Noise | None = None
@@ -30,7 +30,7 @@ class Foresight:
             seeds_N = np.array([one.seed & U64 for one in samplings], dtype=np.uint64)
             self._noise = Noise(
                 torch.from_numpy(seeds_N.view(np.int64)),
-                torch.from_numpy(lengths_N),
+                torch.from_numpy(positions_N),
                 torch.tensor(temperatures),
             )
 

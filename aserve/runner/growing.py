@@ -39,9 +39,14 @@ class Scratch:
         self._sequences_max = (len(layers[0].k_PSHD) - first) // each
         self._in_page: Ints = np.arange(page_size, dtype=np.int32)
 
-    def first_page(self, n: int) -> int:
-        """Of the n-th sequence of a call: where what has no page of its own yet may stand."""
-        return self._first + self._each * n
+    @property
+    def pages_before(self) -> int:
+        """Of plans."""
+        return self._first
+
+    def last_page(self, n: int) -> int:
+        """Of the n-th sequence of a call."""
+        return self._first + self._each * (n + 1) - 1
 
     def below(self, table_NP: Ints, lengths_N: Ints) -> "Below":
         """Room for trees below so many tokens with KV each: what the last page of a sequence has is

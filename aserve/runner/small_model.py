@@ -25,7 +25,7 @@ class SmallModel:
         self, model: Model, most: Drafting, sequences: int, page_size: int, target_vocab: int
     ) -> None:
         self._model, self._page_size, self._target_vocab = model, page_size, target_vocab
-        self._each = pages_below(page_size, most)
+        self._each = 1 + pages_below(page_size, most)  # the last one is for a root
         self.pages_beside = self._each * sequences
 
     def regions(self) -> tuple[Region, ...]:

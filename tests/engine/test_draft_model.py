@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from aserve.actors.completion import Completion
 from aserve.actors.loading import check_model
 from aserve.core.config import Config, Model, Spec
 from aserve.testing.tiny import write_tiny_model
 
-from .answers import check_same, finish_all
+from .answers import TEXT, asked, check_same, finish_all, finish_each
 from .conftest import OpenEngine
 
 SHAPES = {"chain": {"depth": 3}, "tree": {"depth": 3, "topk": 3, "tokens": 8}}
@@ -44,6 +45,67 @@ async def test_the_text_is_what_it_is_without_drafts_in_fewer_steps(
     n_tokens = sum(one.usage.completion_tokens for one in plain)
     assert steps[1] < steps[0] <= n_tokens
     assert steps[1] < 0.5 * n_tokens, "the model knows itself"
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"layout__pp": 2},
+    {"layout__pp": 2, "layout__tp": 2},
+    {"layout__tp": 2, "layout__dp": 2},
+    {"layout__tp": 2, "layout__cp": 2},
+    {"cache__page_size": 1},
+    {"cache__page_size": 5},
+)
+# Drafts are cut to what would be idle, or are smaller by themselves.
+BATCHES: tuple[dict[str, Any], ...] = (
+    {"cache__page_size": 4, "schedule__step_tokens": 16},
+    {"schedule__overlap": 0, "schedule__running_max": 3},
+    {"spec__adaptive": True},
+)
+
+
+def steps_of(found: list[Completion]) -> list[int]:
+    return [one.usage.target_steps for one in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", list(SHAPES))
+async def test_text_and_accepted_lengths_are_those_of_one_rank_in_every_layout_and_batch(
+    open_tiny: OpenEngine, tiny_model_path: pathlib.Path, shape: str
+) -> None:
+    given = spec(tiny_model_path, **SHAPES[shape])
+    async with open_tiny(**given) as engine:
+        plain = await finish_all(engine)
+        again = await finish_all(engine)
+        assert engine.statistics().planner.prefix_hit_tokens > 0
+    check_same(again, plain)
+    assert steps_of(again) == steps_of(plain), "a hit foresees as much"
+    for settings in (*LAYOUTS, *BATCHES):
+        async with open_tiny(**given | settings) as engine:
+            found = await finish_all(engine)
+            assert engine.statistics().restarts == 0
+        check_same(found, plain)
+        if settings in LAYOUTS:
+            assert steps_of(found) == steps_of(plain), settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", list(SHAPES))
+async def test_who_was_retracted_is_drafted_for_again(
+    open_tiny: OpenEngine, tiny_model_path: pathlib.Path, shape: str
+) -> None:
+    crowd = [
+        (TEXT[: 4 + seed], asked(seed=seed, temperature=0.8 * (seed % 2), max_tokens=140))
+        for seed in range(8)
+    ]
+    async with open_tiny() as engine:
+        plain = await finish_each(engine, crowd)
+    small = {"cache__page_size": 4, "cache__kv_tokens": 260}
+    async with open_tiny(**spec(tiny_model_path, **SHAPES[shape]) | small) as engine:
+        found = await finish_each(engine, crowd)
+        statistics = engine.statistics().planner
+    check_same(found, plain)
+    assert statistics.retractions > 0
+    assert statistics.drafts.accepted > statistics.drafts.target_steps
 
 
 def refusal(model: pathlib.Path, path: pathlib.Path | str | None) -> str:

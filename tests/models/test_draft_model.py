@@ -42,10 +42,11 @@ def said(first: int, length: int, sampling: Sampling, n_tokens: int) -> list[int
 class Serving:
     """A drafter over sequences whose text is known beforehand."""
 
-    def __init__(self, ops: Ops, drafting: Drafting) -> None:
+    def __init__(self, ops: Ops, drafting: Drafting, page_size: int = PAGE_SIZE) -> None:
         self.model: Model = load_model(saved("llama")[0], ops=ops)
-        small = SmallModel(self.model, drafting, 3, PAGE_SIZE, VOCAB)
-        kv = KvStore(small.regions(), PAGE_SIZE, PAGES + small.pages_beside)
+        self.page_size = page_size
+        small = SmallModel(self.model, drafting, 3, page_size, VOCAB)
+        kv = KvStore(small.regions(), page_size, PAGES + small.pages_beside)
         self.drafter = small.drafter(kv.layers)
         self.drafting = drafting
         self.free = list(range(PAGES - 1, -1, -1))
@@ -73,7 +74,7 @@ class Serving:
         sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008
         pages: Sequence[int] = (),
     ) -> None:
-        kv_len = len(pages) * PAGE_SIZE
+        kv_len = len(pages) * self.page_size
         admit = Admit(seq, tuple(text[:prompt_len]), prompt_len, kv_len, tuple(pages), sampling)
         self.states[seq], self.texts[seq] = SequenceState(admit), text
 
@@ -82,12 +83,12 @@ class Serving:
         state, text = self.states[seq], self.texts[seq]
         start = state.kv_len
         end = start + n_rows + n_drafted
-        while len(state.pages) * PAGE_SIZE < end:
+        while len(state.pages) * self.page_size < end:
             state.pages.append(self.free.pop())
         is_drawn = end >= state.prompt_len
         parents = tuple(range(-1, n_drafted)) if n_drafted else ()
         rows = Rows(seq, start, tuple(text[start:end]), parents, is_drawn, ())
-        view = RowsView(state, rows, 0, PAGE_SIZE)
+        view = RowsView(state, rows, 0, self.page_size)
         state.kv_len = end
         return Kept(view, 0, tuple(range(end - start)), tuple(text[start + 1 : end + 1]), is_drawn)
 
@@ -122,12 +123,13 @@ SEEDED = Sampling(seed=7, temperature=0.8)
 LENGTHS = (7, 8, 9)  # of prompts: a root before, at and behind a page border
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 def test_a_chain_of_the_same_model_is_what_it_says(
-    ops: Ops, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    ops: Ops, sampling: Sampling, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foresight, "CANDIDATES", VOCAB)  # noise may lift any
-    serving = Serving(ops, CHAIN)
+    serving = Serving(ops, CHAIN, page_size)
     for seq, length in enumerate(LENGTHS):
         serving.admit(seq, said(seq, length, sampling, 24), length, sampling)
     drafts = serving.draft(*[serving.kept(seq, length) for seq, length in enumerate(LENGTHS)])
