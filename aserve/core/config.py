@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+Accept = Literal["noise", "rejection"]
+
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A section of the configuration."""
@@ -72,8 +74,9 @@ class Cache(Struct, frozen=True):
 class Spec(Struct, frozen=True):
     """Speculative decoding. `depth`, `topk` and `tokens` bound a draft; None is the method's own.
 
-    `path` is the draft head or draft model; None: what belongs to the model. `accept` "noise" draws
-    what would be drawn without drafts; "rejection" keeps the distribution only.
+    `path` is the draft head or draft model; None: what belongs to the model. A draft changes no
+    text. With `accept` "noise" it knows the noise of the draws that it foresees; with "rejection"
+    it does not, so that each token is accepted as often as the model would have it.
     """
 
     method: Literal["none", "ngram", "draft", "eagle", "eagle3", "mtp"] = "none"
@@ -82,7 +85,7 @@ class Spec(Struct, frozen=True):
     topk: int | None = None  # children of a node; 1 is a chain
     tokens: int | None = None  # drafted at once for a sequence
     adaptive: bool = True  # less, or nothing, where that is measured to be faster
-    accept: Literal["noise", "rejection"] = "noise"
+    accept: Accept = "noise"
     ngram_min: int = 2  # tokens that must repeat before what followed them is proposed
     ngram_max: int = 5
 

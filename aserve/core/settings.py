@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[float | None, float | None, str]] = {
     "spec.topk": (1, 32, "children of a drafted token, 1 is a chain; default: the method's"),
     "spec.tokens": (1, 63, "tokens drafted at once; default: the method's"),
     "spec.adaptive": (None, None, "draft less where that is measured to be faster"),
-    "spec.accept": (None, None, "noise: the text without drafts; rejection: its distribution"),
+    "spec.accept": (None, None, "noise: drafts know that of the draws; rejection: they do not"),
     "spec.ngram_min": (1, 64, "tokens that must repeat before n-gram drafts"),
     "spec.ngram_max": (1, 64, "tokens that n-gram looks for first"),
     "compute.threads": (1, 4096, "default: every core this process may use"),

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aserve.core.config import Layout
+from aserve.core.config import Accept, Layout
 from aserve.core.layout import Grid
 from aserve.core.message import Drafting
 from aserve.core.tree import NO_DRAFT, Draft
 from aserve.models.registry import Model
 from aserve.runner.drafter import Kept
-from aserve.runner.foresight import Foresight
+from aserve.runner.foresight import Foresight, noise_of
 from aserve.runner.growing import Ints, Scratch, grow
 from aserve.runner.inputs import PageTables
 from aserve.tensor.ops import Attend, KvLayer
@@ -95,10 +95,15 @@ class ModelDrafter:
     """`Drafter` by a model. Pages of its KV have the target's numbers."""
 
     def __init__(
-        self, model: Model, kv: Sequence[KvLayer], scratch: Scratch, target_vocab: int
+        self,
+        model: Model,
+        kv: Sequence[KvLayer],
+        scratch: Scratch,
+        target_vocab: int,
+        accept: Accept,
     ) -> None:
         self._model, self._layers, self._scratch = model, kv, scratch
-        self._trees = trees_of(model.ops)
+        self._trees, self._accept = trees_of(model.ops), accept
         self._seat = Seat(Grid(Layout()), 0, None, model.ops)
         self._vocab = min(target_vocab, model.spec.vocab)
         self._has_all = model.spec.vocab >= target_vocab
@@ -172,7 +177,8 @@ class ModelDrafter:
 
     def _grow(self, read: "Reading", roots_NH: Tensor, drafting: Drafting) -> list[Draft]:
         width = min(drafting.topk, self._vocab)
-        foresight = Foresight(self._trees, read.samplings, read.lengths_N, width)
+        noise = noise_of(self._accept, read.samplings, read.lengths_N)
+        foresight = Foresight(self._trees, noise, width)
         below = self._scratch.below(read.table_NP[read.growing], read.lengths_N)
 
         def after(beam: Beam, attend: Attend) -> Top:

@@ -45,7 +45,7 @@ def _eagle(spec: Spec, target: Target, progress: Progress) -> DraftModel:
     # Half the bytes of bfloat16 to read for each level, and next to nothing of what it foresees.
     head = load_head(folder, shared, ops, progress, "int8")
     most = speculation_of(spec).most
-    return EagleModel(head, ops, most, target.sequences_max, target.page_size)
+    return EagleModel(head, ops, most, target.sequences_max, target.page_size, spec.accept)
 
 
 def _draft(spec: Spec, target: Target, progress: Progress) -> DraftModel:
@@ -53,7 +53,8 @@ def _draft(spec: Spec, target: Target, progress: Progress) -> DraftModel:
     ops, vocab = target.model.ops, target.model.spec.vocab
     model = load_model(resolve(spec.path, progress), ops=ops, progress=progress)
     most = speculation_of(spec).most
-    return SmallModel(model, most, target.sequences_max, target.page_size, vocab)
+    sequences, size = target.sequences_max, target.page_size
+    return SmallModel(model, most, sequences, size, vocab, spec.accept)
 
 
 METHODS: Mapping[str, Open] = {

@@ -204,8 +204,8 @@ def _prompt_rows(view: RowsView, last_row: int) -> list[tuple[int, int]]:
 def _tell(told: Told, place: int, found: Sequence[TokenLogprob | None]) -> None:
     so_far = told.get(place, ())
     numbers = tuple(one for one in found if one is not None)
-    is_whole = so_far is not None and len(numbers) == len(found)
-    told[place] = so_far + numbers if is_whole else None
+    is_number = len(numbers) == len(found)
+    told[place] = so_far + numbers if is_number and so_far is not None else None
 
 
 def _at(logits_RV: Tensor, places: Sequence[int]) -> Tensor:

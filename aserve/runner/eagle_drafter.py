@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from aserve.core.config import Accept
 from aserve.core.message import Drafting
 from aserve.core.tree import NO_DRAFT, Draft
 from aserve.models.decoder import HIDDEN, feature_of
 from aserve.models.eagle_spec import DraftHead, HeadSpec
 from aserve.models.regions import Region
 from aserve.runner.drafter import Kept
-from aserve.runner.foresight import Foresight
+from aserve.runner.foresight import Foresight, noise_of
 from aserve.runner.growing import Scratch, grow, pages_below
 from aserve.runner.inputs import PageTables
 from aserve.runner.pairs import Pairs
@@ -32,7 +33,16 @@ class EagleModel:
     come after them.
     """
 
-    def __init__(self, head: DraftHead, ops: Ops, most: Drafting, sequences: int, page_size: int):
+    def __init__(
+        self,
+        head: DraftHead,
+        ops: Ops,
+        most: Drafting,
+        sequences: int,
+        page_size: int,
+        accept: Accept = "noise",
+    ) -> None:
+        self._accept: Accept = accept
         self._head, self._ops, self._page_size = head, ops, page_size
         self._each = pages_below(page_size, most)
         self.pages_beside = self._each * sequences
@@ -43,15 +53,21 @@ class EagleModel:
     def drafter(self, kv: Sequence[KvLayer]) -> "EagleDrafter":
         first = len(kv[0].k_PSHD) - self.pages_beside
         scratch = Scratch(self._ops, kv, first, self._each, self._page_size)
-        return EagleDrafter(self._head, trees_of(self._ops), kv, scratch)
+        return EagleDrafter(self._head, trees_of(self._ops), kv, scratch, self._accept)
 
 
 class EagleDrafter:
     """See `Drafter`."""
 
     def __init__(
-        self, head: DraftHead, trees: Trees, kv: Sequence[KvLayer], scratch: Scratch
+        self,
+        head: DraftHead,
+        trees: Trees,
+        kv: Sequence[KvLayer],
+        scratch: Scratch,
+        accept: Accept,
     ) -> None:
+        self._accept: Accept = accept
         self._head, self._trees, self._layers, self._scratch = head, trees, kv, scratch
         self._tables = PageTables(scratch.page_size)
         self._features = features_of(head.spec)
@@ -92,7 +108,8 @@ class EagleDrafter:
         samplings = [one.view.state.sampling for one in roots]
         width = min(drafting.topk, self._head.spec.draft_vocab)
         # The last tokens, just drawn, stand where the head's KV ends.
-        foresight = Foresight(self._trees, samplings, lengths_N + 1, width)
+        noise = noise_of(self._accept, samplings, lengths_N + 1)
+        foresight = Foresight(self._trees, noise, width)
         below = self._scratch.below(pairs.table_NP[list(wanted)], lengths_N)
         hidden_RH, logits_RV = ends
 

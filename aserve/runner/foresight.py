@@ -1,4 +1,11 @@
-"""What is likeliest to come next: by a drafter's logits, under the noise of the target's draws."""
+"""What is likeliest to come next: by a drafter's logits, under the noise of the target's draws.
+
+A drafter that knows the noise proposes what will be drawn, as far as its logits are the target's.
+One that does not makes of the same draws rejection sampling (Leviathan et al. 2023; over siblings,
+Miao et al. 2024): its proposal is one token, which is accepted with the probability that the target
+gives it, then the next sibling with its share of the rest; else the token is drawn from what is
+left. One draw that is compared with all siblings comes to just that, and needs no second noise.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.core.config import Accept
 from aserve.core.message import Sampling
 from aserve.core.noise import U64
 from aserve.runner.growing import Ints, spread
@@ -15,24 +23,26 @@ GREEDY_BELOW = 1e-5  # a temperature, as in sampling
 CANDIDATES = 32  # among which noise chooses: it may lift what is not likely
 
 
-class Foresight:
-    """The likeliest children of the rows of drafts, level by level: where the target draws with
-    noise, under its noise, so that what is proposed first is what would be drawn."""
+def noise_of(accept: Accept, samplings: Sequence[Sampling], positions_N: Ints) -> Noise | None:
+    """What a draft may know of the noise of the first draws below its root; None: nothing, or there
+    is none."""
+    temperatures = [one.temperature for one in samplings]
+    if accept == "rejection" or max(temperatures) < GREEDY_BELOW:
+        return None
+    seeds_N = np.array([one.seed & U64 for one in samplings], dtype=np.uint64)
+    return Noise(
+        torch.from_numpy(seeds_N.view(np.int64)),
+        torch.from_numpy(positions_N),
+        torch.tensor(temperatures),
+    )
 
-    def __init__(
-        self, trees: Trees, samplings: Sequence[Sampling], positions_N: Ints, width: int
-    ) -> None:
-        """`positions_N` are those of the first tokens below the roots."""
-        self._trees, self._width, self._level = trees, width, 0
-        temperatures = [one.temperature for one in samplings]
-        self._noise: Noise | None = None
-        if max(temperatures) >= GREEDY_BELOW:
-            seeds_N = np.array([one.seed & U64 for one in samplings], dtype=np.uint64)
-            self._noise = Noise(
-                torch.from_numpy(seeds_N.view(np.int64)),
-                torch.from_numpy(positions_N),
-                torch.tensor(temperatures),
-            )
+
+class Foresight:
+    """The likeliest children of the rows of drafts, level by level, the likeliest to be drawn
+    first."""
+
+    def __init__(self, trees: Trees, noise: Noise | None, width: int) -> None:
+        self._trees, self._noise, self._width, self._level = trees, noise, width, 0
 
     def top(self, logits_RV: Tensor, ids_V: Tensor | None = None) -> Top:
         """What may follow the rows of the next level, in tokens of the target: `ids_V` (int32) are

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Sequence
 
-from aserve.core.config import Spec
+from aserve.core.config import Accept, Spec
 from aserve.core.message import Drafting
 from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
@@ -22,9 +22,16 @@ class SmallModel:
     """
 
     def __init__(
-        self, model: Model, most: Drafting, sequences: int, page_size: int, target_vocab: int
+        self,
+        model: Model,
+        most: Drafting,
+        sequences: int,
+        page_size: int,
+        target_vocab: int,
+        accept: Accept = "noise",
     ) -> None:
         self._model, self._page_size, self._target_vocab = model, page_size, target_vocab
+        self._accept: Accept = accept
         self._each = 1 + pages_below(page_size, most)  # the last one is for a root
         self.pages_beside = self._each * sequences
 
@@ -34,7 +41,7 @@ class SmallModel:
     def drafter(self, kv: Sequence[KvLayer]) -> ModelDrafter:
         first = len(kv[0].k_PSHD) - self.pages_beside
         scratch = Scratch(self._model.ops, kv, first, self._each, self._page_size)
-        return ModelDrafter(self._model, kv, scratch, self._target_vocab)
+        return ModelDrafter(self._model, kv, scratch, self._target_vocab, self._accept)
 
 
 def is_here(spec: Spec) -> bool:
