@@ -200,6 +200,21 @@ async def test_drafts_change_no_text_in_any_batch(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("layout", ["", "tp 2", "dp 2"])
+async def test_drafts_that_come_and_go_change_no_text(
+    open_tiny: OpenEngine, guessing: Guessing, alone: list[Completion], layout: str, overlap: int
+) -> None:
+    """Where less is drafted as soon as it takes too long: rows lag behind draws, or wait for a tree
+    to be reported, as the clock will have it."""
+    await learn(open_tiny, guessing, alone)
+    settings = settings_of("tree", spec__adaptive=True, schedule__overlap=overlap)
+    async with open_tiny(**settings, **LAYOUTS.get(layout, {})) as engine:
+        for _ in range(2):
+            check_same(await finish_all(engine), alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_drafts_change_no_text_on_cache_hits(
     open_tiny: OpenEngine, guessing: Guessing, alone: list[Completion], shape: str
@@ -301,22 +316,35 @@ async def test_ranks_that_start_anew_draft_on(
         assert engine.statistics().planner.drafts.accepted > 20
 
 
+LOOKUP: dict[str, Any] = {"spec__method": "ngram", "spec__adaptive": False}
+# A grammar makes even a tiny random model repeat itself.
+SHE_SAID = StructuredOutput(regex="(she said that ){20}")
+REPEATING = tuple(
+    (TEXT[:length], SamplingParams(max_tokens=80, structured_outputs=SHE_SAID, **how))
+    for length, how in ((40, {"temperature": 0}), (70, {"seed": 3}))
+)
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 async def test_prompt_lookup_foresees_what_repeats(open_tiny: OpenEngine, topk: int) -> None:
-    """The real one, under a grammar that makes even a tiny random model repeat itself."""
-    grammar = StructuredOutput(regex="(she said that ){20}")
-    asked = [
-        (TEXT[:40], SamplingParams(temperature=0, max_tokens=80, structured_outputs=grammar)),
-        (TEXT[:70], SamplingParams(seed=3, max_tokens=80, structured_outputs=grammar)),
-    ]
-    lookup = {"spec__method": "ngram", "spec__topk": topk, "spec__adaptive": False}
     found = []
-    for settings in ({}, lookup):
+    for settings in ({}, {**LOOKUP, "spec__topk": topk}):
         async with open_tiny(**settings) as engine:
-            found.append([await finish(engine, *one) for one in asked])
+            found.append(await finish_each(engine, REPEATING))
     check_same(found[1], found[0])
     steps, plain = map(target_steps, reversed(found))
     assert all(one < 0.6 * other for one, other in zip(steps, plain, strict=True)), (steps, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+async def test_prompt_lookup_between_processes(open_tiny: OpenEngine, layout: str) -> None:
+    async with open_tiny(**LOOKUP) as engine:
+        here = await finish_each(engine, REPEATING)
+    async with open_tiny(**LOOKUP, **LAYOUTS[layout], ranks__live="process") as engine:
+        found = await finish_each(engine, REPEATING)
+    check_same(found, here)
+    assert target_steps(found) == target_steps(here)
 
 
 async def test_a_shortest_run_longer_than_the_longest_is_refused(open_tiny: OpenEngine) -> None:
