@@ -33,6 +33,10 @@ came second keeps its own until it leaves. A page has two lifetimes, its sequenc
 writer's: a sequence that leaves with rows in flight holds its pages until the last rank has
 reported the last of them.
 
+A drafter may keep KV of its own in a sequence's pages that is made of pairs of tokens. Then a
+page's key is its tokens and the one after them (`Speculation.bigrams`), so that who hits it goes on
+as its writer did; a page whose next token nobody knows is not kept.
+
 Who runs. `admission` lets a sequence in if the pool can hold what it and the running ones are
 expected to need; the expectation (`NewTokenRatio`) falls while decoding and rises when memory ran
 out after all. Then somebody of the group is retracted: dropped by the ranks, put first in its class

@@ -132,6 +132,7 @@ def computed_by(group: Group, sequence: Sequence, hit: Node | None) -> Sequence 
     end = start + group.page_size
     if end > sequence.reusable_len():
         return None
+    end += group.bigrams  # it may not be known yet how another goes on: nobody waits for that
     page = sequence.tokens[start:end]
     for other in group.promising.values():
         # A node is a prefix, so only the page after it is compared. Who stores below another node

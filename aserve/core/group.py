@@ -10,10 +10,13 @@ IDLE_SHARE = 32  # one in so many pages may be idle however many there are
 class Group:
     """Gives pages to sequences and takes them back; decides nothing about who runs."""
 
-    def __init__(self, index: int, cache: CacheSpec, prefix_cache: bool) -> None:
+    def __init__(
+        self, index: int, cache: CacheSpec, prefix_cache: bool, bigrams: bool = False
+    ) -> None:
         self.index = index
         self.page_size = cache.page_size
         self.prefix_cache = prefix_cache
+        self.bigrams = bigrams  # a cached page is good only with the token after it
         self.pages_total = cache.pages_total
         kept = cache.pages_kept
         self._pages_kept = self.pages_total if kept is None else kept
@@ -22,7 +25,7 @@ class Group:
     def reset(self) -> None:
         """Nobody runs and nothing is cached: the ranks' pools are new."""
         self.pool = PagePool(self.pages_total)
-        self.tree = RadixTree(self.pool, self.page_size)
+        self.tree = RadixTree(self.pool, self.page_size, self.bigrams)
         self.running: dict[int, Sequence] = {}  # in order of admission
         self.prefilling: dict[int, Sequence] = {}  # of these, those in no microbatch yet
         self.promising: dict[int, Sequence] = {}  # of these, those who will store pages
@@ -115,7 +118,7 @@ class Group:
             node = sequence.node
             assert node is not None, sequence.seq
             assert n_pages * size <= sequence.computed_len, sequence.seq
-            tokens = sequence.tokens[start * size : n_pages * size]
+            tokens = sequence.tokens[start * size : n_pages * size + self.bigrams]
             if self.tree.has(node, tokens):
                 sequence.promised_pages = start
             else:
@@ -149,11 +152,13 @@ class Group:
         assert node is not None, sequence.seq
         start, end, size = sequence.cached_pages, 0, self.page_size
         if self.prefix_cache and not sequence.spoiled:
-            end = sequence.computed_len // size
+            # With bigrams the token after the last page must be known.
+            known_len = len(sequence.tokens) - self.bigrams
+            end = min(sequence.computed_len, known_len) // size
         surplus = sequence.pages[max(start, end) :]
         if end > start:
-            tokens, pages = sequence.tokens[start * size : end * size], sequence.pages[start:end]
-            node, duplicates = self.tree.extend(node, tokens, pages)
+            tokens = sequence.tokens[start * size : end * size + self.bigrams]
+            node, duplicates = self.tree.extend(node, tokens, sequence.pages[start:end])
             surplus += duplicates
         for page in reversed(surplus):
             self.pool.give_back(page)

@@ -57,7 +57,10 @@ class Planner:
         self._waiting_max = schedule.waiting_max
         self._depth = depth_of(layout, schedule)
         assert min(self._depth) >= 0, self._depth
-        self._groups = [Group(index, cache, schedule.prefix_cache) for index in range(grid.dp)]
+        self._groups = [
+            Group(index, cache, schedule.prefix_cache, speculation.bigrams)
+            for index in range(grid.dp)
+        ]
         self._outbox = Outbox(self._depth.microbatches)
         self.sizer = open_sizer(schedule, cache, grid, context_len)
         self._draft_sizer = DraftSizer(speculation, grid.pp)

@@ -1,4 +1,5 @@
-"""The prefix cache: a tree of whole pages, keyed by (cache salt, the pages' tokens).
+"""The prefix cache: a tree of whole pages, keyed by (cache salt, the pages' tokens); where KV
+depends on the token that follows, by that too.
 
 One node is one page, so a path is a page table. A lock on a node holds its path up to the root;
 what no lock holds may be evicted, leaves first, least recently used first (by a logical clock).
@@ -11,7 +12,10 @@ from aserve.core.pages import CACHED, PagePool
 
 
 class Node:
-    """`page` holds the KV of `key`, the tokens that follow the parent's; a root has only a salt."""
+    """`page` holds the KV of `key`, the tokens that follow the parent's; a root has only a salt.
+
+    With bigrams the last token of `key` is the first of the next page.
+    """
 
     __slots__ = ("children", "depth", "key", "locks", "page", "parent", "salt", "used")
 
@@ -29,11 +33,14 @@ class Node:
 
 
 class RadixTree:
-    """The cached pages of one pool."""
+    """The cached pages of one pool. With `bigrams` a page is found by those only who go on with the
+    token with which its writer went on: KV of a drafter may be made of pairs of tokens.
+    """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, bigrams: bool = False) -> None:
         self._pool = pool
         self._page_size = page_size
+        self._key_len = page_size + bigrams
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._serial = 0
@@ -46,6 +53,7 @@ class RadixTree:
     ) -> Node | None:
         """The deepest node whose path is a prefix of `tokens[:len_max]`; None: nothing cached.
 
+        With bigrams all `tokens` count, of which there are more than `len_max`.
         `known` is an earlier answer for these tokens, with no smaller `len_max`: what still stands
         of it is not compared again.
         """
@@ -54,7 +62,7 @@ class RadixTree:
             return None
         size = self._page_size
         for start in range(node.depth * size, len_max - size + 1, size):
-            child = node.children.get(tuple(tokens[start : start + size]))
+            child = node.children.get(tuple(tokens[start : start + self._key_len]))
             if child is None:
                 break
             node = child
@@ -109,22 +117,24 @@ class RadixTree:
 
     def has(self, node: Node, tokens: Sequence[int]) -> bool:
         """Whether the page of the first `tokens` stands below `node`; if not, none after does."""
-        return tuple(tokens[: self._page_size]) in node.children
+        return tuple(tokens[: self._key_len]) in node.children
 
     def extend(
         self, node: Node, tokens: Sequence[int], pages: Sequence[int]
     ) -> tuple[Node, list[int]]:
         """Store `pages` (owned, full) of `tokens` below `node`, whose path the caller has locked.
 
+        With bigrams there is one token more, the one after the last page.
         The caller's lock is carried on to the node returned. Pages that the tree already had are
         returned: they stay the caller's own, to free, as their content is the tree's.
         """
         assert node.locks > 0
-        assert len(tokens) == len(pages) * self._page_size, (len(tokens), len(pages))
+        overhang = self._key_len - self._page_size
+        assert len(tokens) == len(pages) * self._page_size + overhang, (len(tokens), len(pages))
         duplicates: list[int] = []
         for index, page in enumerate(pages):
             start = index * self._page_size
-            key = tuple(tokens[start : start + self._page_size])
+            key = tuple(tokens[start : start + self._key_len])
             child = node.children.get(key)
             if child is None:
                 self._pool.cache(page)

@@ -47,6 +47,12 @@ class Drawer:
         text = self._texts[seq]
         return text[-1] if text else 0
 
+    def text(self, view: RowsView) -> list[int]:
+        """All tokens of a sequence up to the last draw, also those that only its rank knows yet."""
+        state = view.state
+        prompt = state.tokens[: state.prompt_len]
+        return prompt + (self._texts.get(state.seq) or [])
+
     def _text(self, view: RowsView) -> list[int] | None:
         """What was generated before the draw of these rows; None: the draw before failed.
 

@@ -6,6 +6,7 @@ import msgspec
 
 from aserve.actors.leader import Leader
 from aserve.core import compose, planner
+from aserve.core.gauges import Gauges
 from aserve.core.group import Group
 from aserve.core.merge import Flights
 from aserve.core.outbox import Outbox
@@ -205,3 +206,36 @@ def restart_imagined(swap: Swap) -> None:
             raise RankDied(0, "so it seems")
 
     swap.wrap(Leader, "_report", reported)
+
+
+def pairs_forgotten(swap: Swap) -> None:
+    """Cached pages are found by their own tokens, whatever the drafter's KV was made of."""
+
+    def init(right: Any, group: Group, index: int, cache: Any, prefix_cache: bool, *_: Any) -> None:
+        right(group, index, cache, prefix_cache, False)
+
+    swap.wrap(Group, "__init__", init)
+
+
+def drafting_told_wrong(swap: Swap) -> None:
+    """Ranks hear of smaller drafts than the planner asked for."""
+
+    def emit(right: Any, brain: planner.Planner, composition: Any) -> Any:
+        plan = right(brain, composition)
+        if plan.drafting.tokens < 2 or plan.step % 3:
+            return plan
+        return msgspec.structs.replace(
+            plan, drafting=msgspec.structs.replace(plan.drafting, tokens=1)
+        )
+
+    swap.wrap(planner.Planner, "_emit", emit)
+
+
+def planned_behind_drafts(swap: Swap) -> None:
+    """A step that drafts takes one place of its microbatch, like any other."""
+
+    def departs(right: Any, gauges: Gauges, flight: Any) -> None:
+        right(gauges, flight)
+        flight.places = 1
+
+    swap.wrap(Gauges, "departs", departs)

@@ -16,7 +16,7 @@ from aserve.planes.hidden import MemoryEnd
 from aserve.planes.request import FollowerEnd
 from aserve.tensor.tokens import Picked, Seat, Tokens
 from aserve.testing import arithmetic
-from aserve.testing.draws import Walk
+from aserve.testing.draws import Drawer, Walk
 from aserve.testing.experts import ExpertRank
 from aserve.testing.kv_pool import IntegerPool, Look
 from aserve.testing.stage import LegibleStage
@@ -225,3 +225,13 @@ def question_lost(swap: Swap) -> None:
             right(end, message)
 
     swap.wrap(FollowerEnd, "take", take)
+
+
+def larger_drafts(swap: Swap) -> None:
+    """A drafter makes drafts of the size that it made before."""
+
+    def drafted(right: Any, drawer: Drawer, view: Any, tokens: Any, drafting: Any) -> Any:
+        asked = drawer.__dict__.setdefault("asked", drafting)
+        return right(drawer, view, tokens, asked)
+
+    swap.wrap(Drawer, "_drafted", drafted)

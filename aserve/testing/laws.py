@@ -15,6 +15,7 @@ from aserve.core.pages import OWNED
 from aserve.core.planner import Planner
 from aserve.errors import Desync, PlaneError
 from aserve.testing.kv_pool import ForeignRead
+from aserve.testing.pair_pool import ForeignPair
 from aserve.testing.swarm import Setup
 
 PLANS_MAX = 6000  # a run that needs more goes round in circles
@@ -29,6 +30,7 @@ class Law(StrEnum):
     TENANTS = "tenants"  # cached pages are shared within one salt
     WRITES = "writes"  # no step in flight writes a page that its sequence does not own
     READS = "reads"  # nobody reads in a page of its own what somebody else wrote
+    PAIRS = "pairs"  # a drafter reads KV of the text that it continues, also from the cache
     DIGEST = "digest"  # ranks and planner agree, and results follow from plans
     RANK = "rank"  # no rank dies by itself
     LEADER = "leader"  # nor do the leader and the planner
@@ -74,6 +76,8 @@ class Laws:
         law = Law.LEADER if where == "the planner" else Law.RANK
         if isinstance(error, ForeignRead):
             law = Law.READS
+        elif isinstance(error, ForeignPair):
+            law = Law.PAIRS
         elif isinstance(error, Desync):
             law = Law.DIGEST
         elif isinstance(error, PlaneError):

@@ -55,6 +55,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         {**DRAFTS, "pp": 2, "dp": 2, "troubles": 2, "trouble_kinds": ("crash", "slow")},
     ),
     Scenario(
+        "pairs",
+        "a drafter's KV depends on the token after it: prompts part just behind a border of pages",
+        {
+            **{"draft_max": 5, "bigrams": True, "page_size": 2, "prefix_cache": True},
+            **{"shared_prefixes": True, "follow_ups": True, "n": 3, "requests": 9, **NO_TROUBLE},
+        },
+    ),
+    Scenario(
         "idle-groups",
         "more attention groups than requests: some have no rows while others do",
         {"dp": 3, "requests": 2, "n": 1, **NO_TROUBLE},

@@ -23,6 +23,7 @@ from aserve.testing.drafts import Guess
 from aserve.testing.draws import Drawer
 from aserve.testing.experts import ExpertRank
 from aserve.testing.kv_pool import IntegerPool, Look
+from aserve.testing.pair_pool import PairPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Part:
     grid: Grid
     shape: Shape
     cache: CacheSpec
+    bigrams: bool = False  # the drafter keeps KV of pairs of tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,9 @@ class LegibleStage:
         self._own_from: dict[int, int] = {}  # where the prefix that others wrote ends
         self._experts = ExpertRank(self._seat)
         self._drawer = Drawer(part.shape.vocab, guess)
+        self._pairs: PairPool | None = None
+        if part.bigrams and self.is_last and self._seat.is_leader:
+            self._pairs = PairPool(part.cache)
 
     def apply(self, plan: StepPlan) -> Work:
         """Bookkeeping; asserts that the plan follows from those before it."""
@@ -250,7 +255,11 @@ class LegibleStage:
         if not self._seat.is_leader:
             return ()
         scores_RV = to_ints(scores_VR, flat=False).T
-        return self._drawer.results(work.mine, mine, scores_RV, work.plan.drafting)
+        results = self._drawer.results(work.mine, mine, scores_RV, work.plan.drafting)
+        if self._pairs is not None:
+            for view, result in zip(work.mine, results, strict=True):
+                self._pairs.keep(view, result, self._drawer.text(view))
+        return results
 
     def _scores(self, hidden_R: Ints, keys: Ints) -> Tensor:
         attn_tp = self._seat.attn_tp

@@ -176,9 +176,10 @@ def _spec(choose: Choices, draft_max: int) -> Spec:
     """Drafts of `draft_max` tokens: trees of any form, or of bounded depth and width."""
     depth, topk = choose.one_of("draft_form", *[(draft_max, draft_max)] * 2, (3, 2), (draft_max, 1))
     adaptive = choose.maybe("adaptive", 0.5)
+    method = "eagle" if choose.maybe("bigrams", 0.5) else "draft"
     if not draft_max:
         return Spec()
-    return Spec("draft", depth=depth, topk=topk, tokens=draft_max, adaptive=adaptive)
+    return Spec(method, depth=depth, topk=topk, tokens=draft_max, adaptive=adaptive)
 
 
 def _troubles(choose: Choices, layout: Layout) -> tuple[Trouble, ...]:

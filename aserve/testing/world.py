@@ -82,7 +82,8 @@ class World:
         self.laws.on_report = self._reported
         grid = Grid(setup.layout)
         cache = CacheSpec(setup.page_size, setup.pages_total)
-        self.part = Part(grid, setup.shape, cache)
+        bigrams = speculation_of(setup.spec).bigrams
+        self.part = Part(grid, setup.shape, cache, bigrams)
         self.stages: dict[int, LegibleStage] = {}  # of the present ranks
         self.start: Start | None = None  # while ranks are there
         self.started = trio.Event()  # set while ranks are there

@@ -238,7 +238,7 @@ FAULTS = [
     (NewTokenRatio, "fits", lambda ratio, group, sequence, hit_pages, reserved: True),
     (RadixTree, "_standing", lambda tree, known: known),
     (Sequence, "reusable_len", lambda sequence: len(sequence.tokens)),
-    (Planner, "_settle", lambda planner, sequence, rows, result: None),
+    (Planner, "_settle", lambda planner, sequence, rows, result, drafting: None),
     (replica, "moved", compact_nothing),
     (replica, "moved", compact_backwards),
     (replica, "moved", compact_too_late),

@@ -26,6 +26,7 @@ def random_deployment(random: Random) -> Deployment:
         in_flight_max=max(pp, random.choice([1, 1, 2, 3, 4])),
         draft_max=random.choice([0, 0, 1, 3, 8]),
         whims=random.choice([None, random]),
+        bigrams=random.random() < 0.3,
         step_tokens=groups * page_size * random.randint(1, 6),
         running_max=random.randint(1, 12),
         waiting_max=random.choice([3, 1000]),
