@@ -164,6 +164,34 @@ RULES: tuple[Rule, ...] = (
         Feature.STOP,
         why="an end that nobody foresaw costs one row, whose result and KV nobody sees",
     ),
+    imply(
+        Feature.SPECULATION,
+        Feature.SEED,
+        why="a drafted token stands if it is the one that would be drawn: the same text, in fewer "
+        "steps (spec.accept noise; rejection keeps its distribution)",
+    ),
+    imply(
+        Feature.SPECULATION,
+        Feature.PREFIX_CACHE,
+        why="where the drafter's KV depends on the next token, cached pages go by that too: after "
+        "a hit as much is accepted",
+    ),
+    imply(
+        Feature.SPECULATION,
+        Feature.OVERLAP,
+        why="nothing is planned behind drafts before they are known; where drafts do not pay none "
+        "are made, and steps overlap (spec.adaptive)",
+    ),
+    imply(
+        Feature.SPECULATION,
+        Feature.PP,
+        why="the last stage drafts at the end of each step; other microbatches fill the time",
+    ),
+    imply(
+        Feature.SPECULATION,
+        Feature.RETRACTION,
+        why="drafts take rows and pages that nobody else needs: nobody is retracted for one",
+    ),
     require(
         Feature.DYNAMIC_CHUNKS,
         Feature.PP,

@@ -3,7 +3,7 @@
 import pytest
 
 from aserve.core import features
-from aserve.core.config import Config, Layout, Schedule
+from aserve.core.config import Config, Layout, Schedule, Spec
 from aserve.core.features import ABSENT, ASKED, RULES, SET_BY, Feature, explain, matrix, rows
 from aserve.core.settings import describe
 
@@ -17,6 +17,12 @@ def test_the_defaults_start() -> None:
 def test_every_axis_starts_alone(axis: str, numerics: str) -> None:
     layout = Layout(**{"tp": 2, axis: 2, "numerics": numerics})
     assert explain(Config(layout=layout, schedule=Schedule(overlap=1))) == ()
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle", "eagle3", "mtp"])
+def test_every_way_of_drafting_starts_under_all_axes(method: str) -> None:
+    layout = Layout(tp=8, pp=2, dp=2, cp=2, ep=2, moe_dp=2)
+    assert explain(Config(layout=layout, spec=Spec(method))) == ()
 
 
 def test_all_axes_start_together() -> None:

@@ -32,6 +32,7 @@ class Feature(StrEnum):
     LOGPROBS = "logprobs"
     SEED = "seeded sampling"
     OVERLAP = "overlap"
+    SPECULATION = "speculative decoding"
 
 
 CROWDED = frozenset([Feature.RETRACTION, Feature.OVERLAP])
@@ -53,6 +54,13 @@ def layout_of(on: frozenset[Feature]) -> Layout:
         cp_split="zigzag" if Feature.CHUNKS in on else "interleave",
         experts="all_to_all" if Feature.EP in on else "gathered",
     )
+
+
+def spec_of(on: frozenset[Feature]) -> Spec:
+    """Trees of pairs; with overlap only where they pay, since rows lag where none are made."""
+    if Feature.SPECULATION not in on:
+        return Spec()
+    return Spec("eagle", depth=3, topk=2, tokens=4, adaptive=Feature.OVERLAP in on)
 
 
 def setup_of(on: frozenset[Feature]) -> Setup:
@@ -84,7 +92,7 @@ def setup_of(on: frozenset[Feature]) -> Setup:
             overlap=int(Feature.OVERLAP in on),
             dynamic_chunks=Feature.DYNAMIC in on,
         ),
-        spec=Spec(),
+        spec=spec_of(on),
         arrivals=arrivals,
     )
 
@@ -116,7 +124,10 @@ def _arrival(on: frozenset[Feature], seq: int, at_ms: float, prompt_len: int) ->
 
 def config_of(setup: Setup) -> Config:
     return Config(
-        layout=setup.layout, schedule=setup.schedule, cache=Cache(page_size=setup.page_size)
+        layout=setup.layout,
+        schedule=setup.schedule,
+        cache=Cache(page_size=setup.page_size),
+        spec=setup.spec,
     )
 
 
@@ -149,4 +160,5 @@ SIGNS: dict[Feature, Callable[[World, Outcome], bool]] = {
     Feature.PREFIX: lambda world, outcome: outcome.hit_tokens > 0,
     Feature.RETRACTION: lambda world, outcome: outcome.retractions > 0,
     Feature.OVERLAP: overlapped,
+    Feature.SPECULATION: lambda world, outcome: outcome.accepted > 0,
 }
