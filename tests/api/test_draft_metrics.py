@@ -1,17 +1,21 @@
-"""What `/metrics` tells of speculative decoding."""
+"""What a server tells of speculative decoding: `/metrics`, usage, the doctor."""
 
+import pathlib
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from aserve import cli
 from aserve.actors.metrics import Meters
 from aserve.api.metrics import drafts_told
 from aserve.core.acceptance import DraftStatistics
 from aserve.core.message import Drafting, StepPlan
 from aserve.core.status import PlannerStatistics
+from tests.api.serving import config_of, running
 
 PLAN = StepPlan(0, 0, (), (), (), (), (), (), Drafting(3, 2, 6))
 
@@ -65,3 +69,31 @@ def test_statistics_say_what_the_last_plan_asks_for() -> None:
     meters.plan(PLAN)
     meters.plan(msgspec.structs.replace(PLAN, drafting=Drafting()))
     assert meters.drafting == Drafting()
+
+
+def test_a_server_that_drafts_says_how_much_that_saves(
+    tiny_model_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"method": "ngram", "adaptive": False, "depth": 4}
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": 60,
+        "temperature": 0,
+        "structured_outputs": {"regex": "(she said that ){20}"},
+    }
+    with running(config_of(tiny_model_path, spec=spec)) as server, server.client() as client:
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["completion_tokens"] == 60
+        assert usage["target_steps"] < 30
+        lines = client.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("aserve_spec_"))
+        drafts = float(values["aserve_spec_drafts_total"])
+        assert 0 < drafts < usage["target_steps"]
+        # Each step gives its own token and those accepted; the last may be cut at the end.
+        accepted = float(values["aserve_spec_accepted_tokens_total"])
+        assert accepted >= 60 - usage["target_steps"]
+        assert float(values['aserve_spec_accepted_tokens_per_position_total{position="3"}']) > 0
+        assert float(values['aserve_spec_accepted_length_bucket{le="+Inf"}']) == drafts
+        assert (values["aserve_spec_depth"], values["aserve_spec_tokens"]) == ("4.0", "4.0")
+        assert cli.main(["doctor", server.url]) == 0
+    assert "drafts by ngram, now 4 tokens in 4 levels; " in capsys.readouterr().out
