@@ -9,7 +9,7 @@ one. So a text does not depend on what was drafted, and rows off the path cost n
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -139,7 +139,11 @@ class Drawing:
             if isinstance(row, SampleRow):
                 rows.append(row)
                 places.append(walk.place)
-        found = iter(self._sampler.sample(_at(logits_RV, places), rows) if rows else ())
+        drawn: list[Drawn] = []
+        for run in progressions(places):
+            some = rows[len(drawn) : len(drawn) + len(run)]
+            drawn += self._sampler.sample(logits_RV[run.start : run.stop : run.step], some)
+        found = iter(drawn)
         going: list[Walk] = []
         for walk, row in level:
             one = row if isinstance(row, Drawn) else next(found)
@@ -208,11 +212,17 @@ def _tell(told: Told, place: int, found: Sequence[TokenLogprob | None]) -> None:
     told[place] = so_far + numbers if is_number and so_far is not None else None
 
 
-def _at(logits_RV: Tensor, places: Sequence[int]) -> Tensor:
-    """Rows of logits by their ascending places, if possible as they lie in memory."""
-    if places[-1] - places[0] == len(places) - 1:
-        return logits_RV[places[0] : places[-1] + 1]
-    return logits_RV[list(places)]
+def progressions(places: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers in as few ranges as it takes, in their order: so many rows are one view,
+    and none is copied, for a row of logits is large."""
+    start = 0
+    while start < len(places):
+        step = places[start + 1] - places[start] if start + 1 < len(places) else 1
+        end = start + 1
+        while end < len(places) and places[end] - places[end - 1] == step:
+            end += 1
+        yield range(places[start], places[end - 1] + 1, step)
+        start = end
 
 
 def _result(view: RowsView, walk: Walk | None, told: tuple[TokenLogprob, ...] | None) -> Result:

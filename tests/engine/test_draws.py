@@ -10,6 +10,7 @@ from aserve.core.config import Limits
 from aserve.core.message import Admit, Sampling
 from aserve.core.replica import SequenceState
 from aserve.core.request import StructuredOutput
+from aserve.runner.drawing import progressions
 from aserve.runner.draws import Draws
 from aserve.tensor.sampler import SampleRow
 from aserve.text import grammar
@@ -42,3 +43,19 @@ def test_a_resumed_grammar_stands_where_it_was(tiny_model_path: pathlib.Path, sp
     assert expected is not None
     assert np.array_equal(row.mask, expected)
     assert row.history.generated_len == 2
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([4], [range(4, 5)]),
+        ([0, 1, 2, 3], [range(4)]),
+        ([1, 9, 17, 25], [range(1, 26, 8)]),
+        ([0, 8, 9, 10, 30], [range(0, 9, 8), range(9, 11), range(30, 31)]),
+    ],
+)
+def test_rows_of_logits_are_taken_in_few_views(places: list[int], expected: list[range]) -> None:
+    found = list(progressions(places))
+    assert found == expected
+    assert [place for run in found for place in run] == places
