@@ -69,23 +69,24 @@ def write(folder: pathlib.Path, config: dict[str, Any], tensors: Tensors) -> pat
 
 
 def eagle(
-    layers: int = 1, bias: bool = True, table: bool = False
+    layers: int = 1, bias: bool = True, table: bool = False, vocab: int = VOCAB
 ) -> tuple[dict[str, Any], Tensors]:
     """(config, tensors) of an EAGLE-1/2 head."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     if bias:
         shapes["fc.bias"] = (HIDDEN,)
     if table:
-        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+        shapes["embed_tokens.weight"] = (vocab, HIDDEN)
     for layer in range(layers):
         shapes |= _layer(f"layers.{layer}.", HIDDEN)
         if layer:
             shapes[f"layers.{layer}.input_layernorm.weight"] = (HIDDEN,)
-    return CONFIG | {"num_hidden_layers": layers, "bias": bias}, _noise(shapes, 1)
+    config = CONFIG | {"num_hidden_layers": layers, "bias": bias, "vocab_size": vocab}
+    return config, _noise(shapes, 1)
 
 
 def eagle3(
-    target_layers: tuple[int, ...] = (0, 1, 2), prefix: str = "midlayer."
+    target_layers: tuple[int, ...] = (0, 1, 2), prefix: str = "midlayer.", vocab: int = VOCAB
 ) -> tuple[dict[str, Any], Tensors]:
     """(config, tensors) of an EAGLE-3 head with a reduced vocabulary."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -98,12 +99,13 @@ def eagle3(
     }
     tensors = _noise(shapes, 2)
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    ids = torch.randperm(vocab, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = ids - torch.arange(DRAFT_VOCAB)
-    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     config = CONFIG | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": DRAFT_VOCAB,
+        "vocab_size": vocab,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target_layers)},
     }
     return config, tensors
