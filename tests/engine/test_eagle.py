@@ -157,7 +157,7 @@ async def test_drafts_are_the_same_in_every_layout_and_batch(
     async with open_tiny(**settings, schedule__step_tokens=512) as engine:
         await finish_all(engine)
     watched.again, known = 0, len(watched.drafts)
-    for name, other in OTHERS.items():
+    for other in OTHERS.values():
         async with open_tiny(**settings | other) as engine:
             check_same(await finish_all(engine), alone)
         watched.check(0.8 * known)
