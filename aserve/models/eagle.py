@@ -13,13 +13,15 @@ from torch import Tensor
 
 from aserve.core.config import Layout
 from aserve.core.layout import Grid
+from aserve.core.message import Drafting
+from aserve.core.tree import Draft
 from aserve.models.decoder import Attention, Ends, Layer, Rotary, Step
 from aserve.models.eagle_spec import EMBEDDING, HeadSpec, Renamed, Shared, mlp_of
 from aserve.models.fused import part_of
 from aserve.models.regions import Region, kv_region
 from aserve.models.split import WHOLE
 from aserve.models.weights.loader import Matrix, Weights
-from aserve.tensor.blocks import Blocks, DraftPart, MlpPart
+from aserve.tensor.blocks import Blocks, DraftPart, DraftRoots, MlpPart
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.tokens import Seat, Tokens
 
@@ -38,10 +40,17 @@ class FusedDraft:
         step: Step,
         ends: Ends | None,
     ) -> tuple[Tensor, Tensor]:
+        """As `DraftBlock`."""
         rows, last = self.blocks.step(step.attend, step.rope), None
         if ends is not None:
             last = ends.rows_N, self.blocks.step(ends.attend, step.rope)
         return self.block(embedded_TH, x_TH, kv, rows, last)
+
+    def grow(self, kv: KvLayer, rotary: Rotary, roots: DraftRoots, size: Drafting) -> list[Draft]:
+        places = (roots.page_table_NP.shape[1] + roots.pages_each) * kv.k_PSHD.shape[1]
+        tokens_NT, parents_NT = self.block.grow(kv, rotary.upto(places), roots, size)
+        trees = zip(tokens_NT.tolist(), parents_NT.tolist(), strict=True)
+        return [Draft(tuple(tokens), tuple(parents)) for tokens, parents in trees]
 
 
 class FirstLayer:
@@ -96,7 +105,8 @@ class EagleHead:
         first = self.first
         mlp = MlpPart(first.norm_mlp, first.mlp.gate_up, first.mlp.down.weight, first.eps)
         attention = part_of(first.attention, None)
-        self.fused = FusedDraft(blocks, DraftPart(None, attention, mlp, None, self.head))
+        part = DraftPart(None, attention, mlp, None, self.head, self.table, self.fc)
+        self.fused = FusedDraft(blocks, part)
 
     def regions(self) -> tuple[Region, ...]:
         return (draft_region(self.spec),)

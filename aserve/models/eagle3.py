@@ -55,7 +55,11 @@ class Eagle3Head:
         mlp = MlpPart(self.norm_mlp, self.mlp.gate_up, self.mlp.down.weight, self.eps)
         norms = self.norm_embedding, self.norm_hidden
         attention = part_of(self.attention, None)
-        self.fused = FusedDraft(blocks, DraftPart(norms, attention, mlp, self.norm, self.head))
+        ids_V = None if self.target_ids is None else self.target_ids.to(torch.int32)
+        part = DraftPart(
+            norms, attention, mlp, self.norm, self.head, self.table, fc=None, ids_V=ids_V
+        )
+        self.fused = FusedDraft(blocks, part)
 
     def regions(self) -> tuple[Region, ...]:
         return (draft_region(self.spec),)

@@ -47,13 +47,13 @@ def load_head(
         reader = Reader(source, ops, spec.layers.dtype, ONE_RANK, 0, weights)
         with reader.reading_ahead(checklist, THREADS, progress):
             head = kind(spec, reader, ops, shared)
-        if (blocks := blocks_of(ops)) is not None:
-            head.fuse(blocks)
         head.nbytes = reader.nbytes
         if spec.has_map:
             whole = (slice(0, spec.draft_vocab),)
             offsets = source.read("d2t", whole, torch.int64)
             head.target_ids = checked_map(offsets, shared.spec.vocab, source.origin)
+    if (blocks := blocks_of(ops)) is not None:
+        head.fuse(blocks)
     loaded: DraftHead = head
     return loaded
 

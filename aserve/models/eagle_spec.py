@@ -11,13 +11,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from aserve.core.message import Drafting
+from aserve.core.tree import Draft
 from aserve.errors import ModelError
 from aserve.models import dense
-from aserve.models.decoder import Ends
+from aserve.models.decoder import Ends, Rotary
 from aserve.models.regions import Region
 from aserve.models.spec import Fields, ModelSpec, decoder_spec
 from aserve.models.weights.loader import Matrix, RowParallel, Weights
 from aserve.models.weights.source import Entry
+from aserve.tensor.blocks import DraftRoots
 from aserve.tensor.ops import Attend, KvLayer, Linear
 
 Method = Literal["eagle", "eagle3"]
@@ -58,12 +61,27 @@ class Shared:
     head: Linear
 
 
+class Growing(Protocol):
+    def grow(self, kv: KvLayer, rotary: Rotary, roots: DraftRoots, size: Drafting) -> list[Draft]:
+        """Below N roots, as `aserve.runner.growing.grow` would."""
+        ...
+
+
 class DraftHead(Protocol):
     """A head in memory. One row of it is a pair: what the target (or the head itself) had at
     position p, and the token at p + 1. Its KV stands at p."""
 
     @property
     def spec(self) -> HeadSpec: ...
+
+    @property
+    def fused(self) -> "Growing | None":
+        """What grows trees in one call, where blocks come with the operations and it is of one
+        layer."""
+        ...
+
+    @property
+    def rotary(self) -> Rotary: ...
 
     @property
     def nbytes(self) -> int:

@@ -13,10 +13,11 @@ from aserve.models.decoder import HIDDEN, feature_of
 from aserve.models.eagle_spec import DraftHead, HeadSpec
 from aserve.models.regions import Region
 from aserve.runner.drafter import Kept
-from aserve.runner.foresight import Foresight, noise_of
+from aserve.runner.foresight import Foresight, candidates, noise_of
 from aserve.runner.growing import Scratch, grow, pages_below
 from aserve.runner.inputs import PageTables
 from aserve.runner.pairs import Pairs
+from aserve.tensor.blocks import DraftRoots
 from aserve.tensor.ops import Attend, KvLayer, Ops
 from aserve.tensor.tree import Beam, Top, Trees, trees_of
 
@@ -106,9 +107,18 @@ class EagleDrafter:
         these foresee."""
         lengths_N = pairs.kv_len_N[list(wanted)]
         samplings = [one.view.state.sampling for one in roots]
-        width = min(drafting.topk, self._head.spec.draft_vocab)
+        head, vocab = self._head, self._head.spec.draft_vocab
+        width = min(drafting.topk, vocab)
         # The last tokens, just drawn, stand where the head's KV ends.
         noise = noise_of(self._accept, samplings, lengths_N + 1)
+        if head.fused is not None:
+            scratch = self._scratch
+            table = torch.from_numpy(pairs.table_NP[list(wanted)])
+            own = scratch.pages_before, scratch.pages_each
+            lengths = torch.from_numpy(lengths_N)
+            grown = DraftRoots(*ends, table, lengths, *own, noise, candidates(vocab, width))
+            size = Drafting(drafting.depth, width, drafting.tokens)
+            return head.fused.grow(self._layers[0], head.rotary, grown, size)
         foresight = Foresight(self._trees, noise, width)
         below = self._scratch.below(pairs.table_NP[list(wanted)], lengths_N)
         hidden_RH, logits_RV = ends

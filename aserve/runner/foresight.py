@@ -49,7 +49,7 @@ class Foresight:
         those of a drafter with a vocabulary of its own."""
         noise, width = self._noise, self._width
         vocab = logits_RV.shape[1]
-        count = width if noise is None else min(vocab, max(width, CANDIDATES))
+        count = width if noise is None else candidates(vocab, width)
         top = self._trees.top(logits_RV, count)
         if ids_V is not None:
             top = Top(top.logprobs_RK, ids_V[top.tokens_RK])
@@ -63,3 +63,8 @@ class Foresight:
         )
         self._level += 1
         return self._trees.under_noise(top, here, width)
+
+
+def candidates(vocab: int, width: int) -> int:
+    """Among how many of the likeliest noise chooses `width`."""
+    return min(vocab, max(width, CANDIDATES))

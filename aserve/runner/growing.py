@@ -44,6 +44,11 @@ class Scratch:
         """Of plans."""
         return self._first
 
+    @property
+    def pages_each(self) -> int:
+        """Of one sequence of a call."""
+        return self._each
+
     def last_page(self, n: int) -> int:
         """Of the n-th sequence of a call."""
         return self._first + self._each * (n + 1) - 1

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from aserve.core.message import Drafting
 from aserve.tensor.ops import Attend, KvLayer, Linear, Ops
 from aserve.tensor.rope import RopeTable
+from aserve.tensor.tree import Noise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +48,40 @@ class MlpPart:
 class DraftPart:
     """The layer of a draft head and the head behind it. `norms_H` are of the embedding and of the
     hidden row, which attention then takes side by side; None: it takes hidden rows as they come.
-    `norm_H` is that before the head, if there is one."""
+    `norm_H` is that before the head, if there is one.
+
+    `table` are the embeddings, `fc` makes a row of one of them beside a hidden row where there are
+    no norms, and `ids_V` (int32) are the target's tokens; None: the same.
+    """
 
     norms_H: tuple[Tensor, Tensor] | None
     attention: AttentionPart  # without a norm
     mlp: MlpPart
     norm_H: Tensor | None
     head: Linear
+    table: Tensor | Linear
+    fc: Linear | None = None
+    ids_V: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftRoots:
+    """N sequences that trees are to grow below, int32 where nothing else is said.
+
+    `hidden_NH` and `logits_NV` (float32) are of their last rows, `lengths_N` what they have of KV;
+    tables have a column for the page behind that. KV of nodes goes to `pages_each` pages from
+    `first_page` + n * `pages_each` on. With noise the target's draws are foreseen among the `most`
+    likeliest tokens.
+    """
+
+    hidden_NH: Tensor
+    logits_NV: Tensor
+    page_table_NP: Tensor
+    lengths_N: Tensor
+    first_page: int
+    pages_each: int
+    noise: Noise | None = None
+    most: int = 0
 
 
 class BlockStep(Protocol):
@@ -127,6 +156,13 @@ class DraftBlock(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """([N, H], logits [N, V]) of all rows, or of those rows (int64) that see what the other
         step says. KV is written of all."""
+        ...
+
+    def grow(
+        self, kv: KvLayer, rope: RopeTable, roots: DraftRoots, size: Drafting
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, parents), both int32 [N, nodes]: trees of at most `size`, as `Drafts` has them,
+        with as many nodes as there can be. `rope` is for all places that they may have."""
         ...
 
 

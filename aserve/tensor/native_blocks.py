@@ -6,10 +6,12 @@ All blocks of one `NativeOps` share a workspace, so their calls take turns, as t
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aserve import _native
+from aserve.core.message import Drafting
 from aserve.tensor.addresses import (
     indices,
     kv_type,
@@ -18,18 +20,21 @@ from aserve.tensor.addresses import (
     pages,
     require_same,
     tree_paths,
+    weight_dtype,
 )
 from aserve.tensor.blocks import (
     AttentionBlock,
     AttentionPart,
     BlockStep,
     DraftPart,
+    DraftRoots,
     MlpBlock,
     MlpPart,
 )
-from aserve.tensor.ops import Attend, KvLayer
+from aserve.tensor.ops import Attend, KvLayer, Linear
 from aserve.tensor.outputs import Outputs
 from aserve.tensor.rope import RopeTable
+from aserve.tensor.tree import nodes_of
 
 _F32, _I32 = torch.float32, torch.int32
 
@@ -257,7 +262,45 @@ class NativeDraft:
             attention.eps,
             attention.scale,
         )
+        fc = None if part.fc is None else part.fc.packed  # type: ignore[attr-defined]
+        ids = 0 if part.ids_V is None else indices("ids", part.ids_V, self.vocab)
+        self._around = _table(part.table), fc, ids
+        self.part = part  # whose tensors have these addresses
         self._pool = KnownPools()
+
+    def grow(
+        self, kv: KvLayer, rope: RopeTable, roots: DraftRoots, size: Drafting
+    ) -> tuple[Tensor, Tensor]:
+        blocks, (pool,) = self.blocks, self._pool.of((kv,))
+        n, pages_max = roots.page_table_NP.shape
+        table, cos_sin = roots.page_table_NP, rope.cos_sin_PR
+        if table.dtype is not _I32 or not table.is_contiguous():
+            raise ValueError("a page table is int32 and contiguous")
+        if cos_sin.dtype is not _F32 or not cos_sin.is_contiguous():
+            raise ValueError("a rope table is float32 and contiguous")
+        if roots.logits_NV.shape != (n, self.vocab) or roots.hidden_NH.shape != (n, self.hidden):
+            raise ValueError(f"{n} roots, rows and logits of others")
+        ends = (
+            n,
+            matrix("hidden", roots.hidden_NH) and roots.hidden_NH.data_ptr(),
+            matrix("logits", roots.logits_NV) and roots.logits_NV.data_ptr(),
+            table.data_ptr(),
+            pages_max,
+            indices("lengths", roots.lengths_N, n),
+        )
+        nodes = nodes_of(size)
+        tokens_NT, parents_NT = (np.empty((n, nodes), dtype=np.int32) for _ in range(2))
+        _native.draft_grow(
+            blocks.team,
+            blocks.space,
+            self.handle,
+            (*self._around, (cos_sin.data_ptr(), *cos_sin.shape)),
+            pool,
+            (ends, (roots.first_page, roots.pages_each), _noise(roots, n)),
+            (size.depth, size.topk, size.tokens),
+            (tokens_NT.ctypes.data, parents_NT.ctypes.data),
+        )
+        return torch.from_numpy(tokens_NT), torch.from_numpy(parents_NT)
 
     def __call__(
         self,
@@ -309,6 +352,28 @@ def _pool(layer: KvLayer) -> Pool:
     if k.dtype is not v.dtype:
         raise ValueError(f"k pages are {k.dtype}, v pages {v.dtype}")
     return kv_type(k), k.data_ptr(), v.data_ptr(), pages(k), pages(v)
+
+
+def _table(table: Tensor | Linear) -> tuple[object, ...]:
+    """As the binding takes embeddings."""
+    if not isinstance(table, Tensor):
+        return (table.packed,)  # type: ignore[attr-defined]
+    is_bf16 = weight_dtype("table", table) is torch.bfloat16
+    if table.dim() != 2 or not table.is_contiguous():
+        raise ValueError("an embedding table is a contiguous [vocab, hidden]")
+    return None, is_bf16, table.data_ptr(), *table.shape
+
+
+def _noise(roots: DraftRoots, n: int) -> tuple[int, ...] | None:
+    noise = roots.noise
+    if noise is None:
+        return None
+    seeds, temperatures = noise.seeds_R, noise.temperatures_R
+    for name, x, dtype in (("seeds", seeds, torch.int64), ("temperatures", temperatures, _F32)):
+        if x.dtype is not dtype or x.shape != (n,) or not x.is_contiguous():
+            raise ValueError(f"{name} are {x.dtype} {tuple(x.shape)}: want {dtype} ({n},)")
+    positions = indices("positions", noise.positions_R, n)
+    return seeds.data_ptr(), positions, temperatures.data_ptr(), roots.most
 
 
 def _norm(weight_H: Tensor | None, n: int) -> int:

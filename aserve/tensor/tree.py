@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from aserve.core.message import Drafting
 from aserve.core.tree import Draft
 from aserve.tensor.ops import KvLayer, Ops, Tree
 
@@ -216,6 +217,12 @@ class Trees(Protocol):
         list object is taken to hold the same layers as last time.
         """
         ...
+
+
+def nodes_of(size: Drafting) -> int:
+    """Of a whole tree: of each level the `topk` best go on, each with as many children."""
+    depth, width = min(size.depth, size.tokens), size.topk
+    return min(size.tokens, width + (depth - 1) * width * width)
 
 
 def children_of(pool: Pool, top: Top, beam: Beam | None) -> tuple[int, int]:

@@ -64,6 +64,7 @@ void bind_block(py::module_& module);
 void bind_board(py::module_& module);
 void bind_context_parallel(py::module_& module);
 void bind_cpu(py::module_& module);
+void bind_draft(py::module_& module);
 void bind_kv(py::module_& module);
 void bind_linear(py::module_& module);
 void bind_rows(py::module_& module);

@@ -1,23 +1,13 @@
 #include "aserve/block.h"
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
-#include "attend.h"
-#include "bind.h"
+#include "blocks.h"
 #include "packed.h"
 
 namespace aserve {
 namespace {
-
-using Floats = std::vector<float>;
-
-// A workspace and whose turn it is with it.
-struct SharedSpace {
-  Workspace space;
-  std::mutex turns;
-};
 
 // Blocks as Python holds them: their vectors are copied, their weights kept alive.
 struct AttentionHandle {
@@ -41,17 +31,6 @@ struct StackHandle {
             eps};
   }
 };
-
-struct DraftHandle {
-  DraftLayer layer;
-  Floats norm_embedding, norm_hidden, q_norm, k_norm, norm_mlp, norm;
-};
-
-Floats copied(Address address, int64_t n) {
-  return address == 0 ? Floats() : Floats(at<const float>(address), at<const float>(address) + n);
-}
-
-const float* or_null(const Floats& x) { return x.empty() ? nullptr : x.data(); }
 
 // norms: (of the rows, of q, of k); the latter two may be 0. sizes: (heads, kv_heads, dim).
 std::unique_ptr<AttentionHandle> make_attention(const Packed& qkv, const Packed& out,
@@ -108,86 +87,6 @@ std::unique_ptr<StackHandle> make_stack(const py::list& layers, Address norm, fl
   return made;
 }
 
-// weights: (qkv, out, gate_up, down, head). norms: (of the embedding, of the hidden row, of q, of k,
-// before the MLP, before the head), of which all but the fifth may be 0. sizes as in make_attention.
-std::unique_ptr<DraftHandle> make_draft(const py::tuple& weights, const py::tuple& norms,
-                                        const py::tuple& sizes, float eps, float scale) {
-  const auto weight = [&](int i) { return &weights[i].cast<const Packed&>().weight; };
-  const Weight *qkv = weight(0), *out = weight(1), *gate_up = weight(2), *down = weight(3);
-  const int64_t heads = sizes[0].cast<int64_t>(), kv_heads = sizes[1].cast<int64_t>();
-  const int64_t dim = sizes[2].cast<int64_t>(), hidden = down->n;
-  require(heads > 0 && kv_heads > 0 && dim > 0, "a block without heads");
-  require(heads % kv_heads == 0, "heads is not a multiple of kv_heads");
-  require(qkv->n == (heads + 2 * kv_heads) * dim, "the projection does not fit the heads");
-  require(out->k == heads * dim, "the output projection does not fit the heads");
-  require(gate_up->n == 2 * down->k, "gate and up do not fit down");
-  require(out->n == hidden && gate_up->k == hidden && weight(4)->k == hidden,
-          "attention, MLP and head differ in columns");
-  require(scale > 0.0f, "scale is not positive");
-  auto made = std::make_unique<DraftHandle>();
-  const auto norm = [&](int i, int64_t n) { return copied(norms[i].cast<Address>(), n); };
-  made->norm_embedding = norm(0, hidden);
-  made->norm_hidden = norm(1, hidden);
-  made->q_norm = norm(2, dim);
-  made->k_norm = norm(3, dim);
-  made->norm_mlp = norm(4, hidden);
-  made->norm = norm(5, hidden);
-  require(made->norm_embedding.empty() == made->norm_hidden.empty(),
-          "embedding and hidden row are normed both or neither");
-  require(made->q_norm.empty() == made->k_norm.empty(), "q and k are normed both or neither");
-  require(!made->norm_mlp.empty(), "a block without a norm");
-  require(qkv->k == (made->norm_hidden.empty() ? hidden : 2 * hidden),
-          "the projection does not fit the rows");
-  made->layer = {or_null(made->norm_embedding),
-                 or_null(made->norm_hidden),
-                 {nullptr, or_null(made->q_norm), or_null(made->k_norm), qkv, out, heads, kv_heads,
-                  dim, eps, scale},
-                 {made->norm_mlp.data(), gate_up, down, eps},
-                 or_null(made->norm),
-                 weight(4),
-                 eps};
-  return made;
-}
-
-KvPages kv_pages(const py::tuple& pool) {
-  return {static_cast<Type>(pool[0].cast<int>()), at<void>(pool[1].cast<Address>()),
-          at<void>(pool[2].cast<Address>()), page_shape(pool[3].cast<py::tuple>()),
-          page_shape(pool[4].cast<py::tuple>())};
-}
-
-// step: (rows, slots, attend as in attend.h, cos_sin, positions, rot).
-BlockStep block_step(const py::tuple& step) {
-  BlockStep made{};
-  made.rows = step[0].cast<int64_t>();
-  made.slots = at<const int32_t>(step[1].cast<Address>());
-  set_attend(&made.attend, step[2].cast<py::tuple>());
-  made.cos_sin = at<const float>(step[3].cast<Address>());
-  made.rot = step[5].cast<int64_t>();
-  require(made.rot > 0 && made.rot % 2 == 0, "rot is not an even number");
-  require_range(made.attend.positions, made.rows, step[4].cast<int64_t>(), "position");
-  return made;
-}
-
-void require_fit(const AttentionBlock& block, const BlockStep& step, const KvPages& pages) {
-  require(step.rot <= block.dim, "rot is more than head_dim");
-  for (const PageShape* shape : {&pages.k_shape, &pages.v_shape}) {
-    require(shape->heads == block.kv_heads && values_of(pages.type, shape->dim) == block.dim,
-            "pages do not fit the heads of the block");
-  }
-}
-
-// Whatever a block could read or write out of bounds.
-void check_step(const AttentionBlock& block, const BlockStep& step, const py::tuple& pool) {
-  const KvPages pages = kv_pages(pool);
-  require_fit(block, step, pages);
-  Attention call = step.attend;
-  set_pages(&call, pool);
-  call.heads = block.heads;
-  call.scale = block.scale;
-  check(call, step.rows);
-  require_range(step.slots, step.rows, pages.k_shape.pages * pages.k_shape.page_size, "slot");
-}
-
 // x, or x + added, left in total: (x, added or 0, total).
 Stream stream_of(const py::tuple& stream) {
   const Stream made{at<const float>(stream[0].cast<Address>()),
@@ -195,13 +94,6 @@ Stream stream_of(const py::tuple& stream) {
                     at<float>(stream[2].cast<Address>())};
   require(made.added == nullptr || made.total != nullptr, "no place for the sum");
   return made;
-}
-
-template <class Work>
-void in_turn(SharedSpace& shared, const Work& work) {
-  py::gil_scoped_release release;
-  std::lock_guard<std::mutex> turn(shared.turns);
-  work(shared.space);
 }
 
 void run_attend(Team& team, SharedSpace& shared, const AttentionHandle& handle,
@@ -279,37 +171,6 @@ void run_layers(Team& team, SharedSpace& shared, const StackHandle& handle,
   });
 }
 
-// rows: (embedded or 0, hidden); ends: None, or (rows, what a step says of them); made: (out, logits).
-void run_draft(Team& team, SharedSpace& shared, const DraftHandle& handle, const py::tuple& step_of,
-               const py::tuple& pool, const py::tuple& rows, const py::object& ends_of,
-               const py::tuple& made) {
-  const BlockStep step = block_step(step_of);
-  const AttentionBlock& block = handle.layer.attention;
-  check_step(block, step, pool);
-  Ends ends{};
-  const bool some = !ends_of.is_none();
-  if (some) {
-    const auto given = ends_of.cast<py::tuple>();
-    BlockStep last = block_step(given[1].cast<py::tuple>());
-    ends = {last.rows, at<const int64_t>(given[0].cast<Address>()), last.attend};
-    check_step(block, last, pool);
-    for (int64_t i = 0; i < ends.n; ++i) {
-      require(ends.rows[i] >= 0 && ends.rows[i] < step.rows, "an end that is no row of the step");
-    }
-  }
-  const KvPages pages = kv_pages(pool);
-  const auto* embedded = at<const float>(rows[0].cast<Address>());
-  const auto* hidden = at<const float>(rows[1].cast<Address>());
-  require(embedded != nullptr || step.rows == 0 || handle.layer.norm_embedding == nullptr,
-          "no embeddings");
-  auto* out = at<float>(made[0].cast<Address>());
-  auto* logits = at<float>(made[1].cast<Address>());
-  in_turn(shared, [&](Workspace& space) {
-    draft_layer(team, space, handle.layer, step, pages, embedded, hidden, some ? &ends : nullptr,
-                out, logits);
-  });
-}
-
 }  // namespace
 
 void bind_block(py::module_& module) {
@@ -319,8 +180,6 @@ void bind_block(py::module_& module) {
   py::class_<MlpHandle>(module, "MlpBlock")
       .def(py::init(&make_mlp), py::keep_alive<1, 2>(), py::keep_alive<1, 3>());
   py::class_<StackHandle>(module, "Stack").def(py::init(&make_stack));
-  py::class_<DraftHandle>(module, "DraftLayer").def(py::init(&make_draft), py::keep_alive<1, 2>());
-  module.def("draft_layer", &run_draft);
   module.def("attend_block", &run_attend);
   module.def("attention_block", &run_attention);
   module.def("mlp_block", &run_mlp);

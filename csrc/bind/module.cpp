@@ -9,6 +9,7 @@ PYBIND11_MODULE(_native, module) {
   aserve::bind_kv(module);
   aserve::bind_attention(module);
   aserve::bind_block(module);
+  aserve::bind_draft(module);
   aserve::bind_context_parallel(module);
   aserve::bind_tree(module);
 #if __has_include("sample.cpp")

@@ -4,6 +4,7 @@
 
 #include "aserve/kv.h"
 #include "aserve/rows.h"
+#include "block_parts.h"
 #include "share.h"
 
 namespace aserve {
@@ -79,6 +80,8 @@ void copy_rows(Team& team, const float* x, int64_t rows, int64_t hidden, float* 
   });
 }
 
+}  // namespace
+
 Attention attention_call(const AttentionBlock& b, const BlockStep& step, const KvPages& pages,
                          const float* qkv, float* out) {
   Attention call = step.attend;
@@ -95,16 +98,20 @@ Attention attention_call(const AttentionBlock& b, const BlockStep& step, const K
   return call;
 }
 
-}  // namespace
+float* project_rows(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
+                    const KvPages& pages, const float* normed) {
+  float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
+  fetch_places(step, pages, 0, rows_ahead);
+  linear(team, *b.qkv, normed, step.rows, qkv);
+  place_rows(team, b, step, pages, qkv);
+  return qkv;
+}
 
 void attend_block(Team& team, Workspace& space, const AttentionBlock& b, const BlockStep& step,
                   const KvPages& pages, const Stream& stream, float* out) {
   const Team::Busy busy(team);
   const float* normed = norm_rows(team, space, b.norm, b.eps, step.rows, b.hidden(), stream);
-  float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
-  fetch_places(step, pages, 0, rows_ahead);
-  linear(team, *b.qkv, normed, step.rows, qkv);
-  place_rows(team, b, step, pages, qkv);
+  const float* qkv = project_rows(team, space, b, step, pages, normed);
   attention(team, attention_call(b, step, pages, qkv, out));
 }
 
@@ -150,76 +157,6 @@ void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep
   }
   rms_norm(team,
            {added, hidden, stream.x, total, stack.norm, out, rows, 1, hidden, stack.eps});
-}
-
-namespace {
-
-// What the attention of a draft head takes.
-const float* entering_rows(Team& team, Workspace& space, const DraftLayer& layer, int64_t rows,
-                           const float* embedded, const float* hidden) {
-  if (layer.norm_embedding == nullptr) return hidden;
-  const int64_t n = layer.mlp.hidden();
-  float* both = space.take(Workspace::entering, rows * 2 * n);
-  share_rows(team, rows, 2 * n, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const auto norm = [&](const float* x, const float* weight, float* y) {
-        rms_norm(team, {x + row * n, n, nullptr, nullptr, weight, y, 1, 1, n, layer.eps});
-      };
-      norm(embedded, layer.norm_embedding, both + row * 2 * n);
-      norm(hidden, layer.norm_hidden, both + row * 2 * n + n);
-    }
-  });
-  return both;
-}
-
-// The first n columns of some rows.
-float* picked_rows(const Ends& ends, const float* x, int64_t stride, int64_t n, float* y) {
-  for (int64_t i = 0; i < ends.n; ++i) {
-    std::copy_n(x + ends.rows[i] * stride, n, y + i * n);
-  }
-  return y;
-}
-
-}  // namespace
-
-void draft_layer(Team& team, Workspace& space, const DraftLayer& layer, const BlockStep& step,
-                 const KvPages& pages, const float* embedded, const float* hidden, const Ends* ends,
-                 float* out, float* logits) {
-  const Team::Busy busy(team);
-  const AttentionBlock& b = layer.attention;
-  const int64_t n = ends == nullptr ? step.rows : ends->n, columns = layer.mlp.hidden();
-  const int64_t q_len = b.heads * b.dim;
-  const float* entering = entering_rows(team, space, layer, step.rows, embedded, hidden);
-  float* qkv = space.take(Workspace::qkv, step.rows * b.qkv->n);
-  fetch_places(step, pages, 0, rows_ahead);
-  linear(team, *b.qkv, entering, step.rows, qkv);
-  place_rows(team, b, step, pages, qkv);
-  if (n == 0) return;
-
-  float* attended = space.take(Workspace::attended, n * q_len);
-  Attention call = attention_call(b, step, pages, qkv, attended);
-  if (ends != nullptr) {
-    BlockStep last = step;
-    last.attend = ends->attend;
-    float* q = space.take(Workspace::picked, n * (q_len + columns));
-    call = attention_call(b, last, pages, picked_rows(*ends, qkv, b.qkv->n, q_len, q), attended);
-    call.q_stride = q_len;
-    hidden = picked_rows(*ends, hidden, columns, columns, q + n * q_len);
-  }
-  attention(team, call);
-  float* added = space.take(Workspace::added, n * columns);
-  float* total = space.take(Workspace::total, n * columns);
-  linear(team, *b.out, attended, n, added);
-  mlp_block(team, space, layer.mlp, n, {hidden, added, total}, Sums::whole, added);
-  const float* last = out;
-  if (layer.norm == nullptr) {
-    add(team, total, added, out, n * columns);
-  } else {
-    float* normed = space.take(Workspace::normed, n * columns);
-    rms_norm(team, {added, columns, total, out, layer.norm, normed, n, 1, columns, layer.eps});
-    last = normed;
-  }
-  linear(team, *layer.head, last, n, logits);
 }
 
 }  // namespace aserve

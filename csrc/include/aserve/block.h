@@ -63,7 +63,7 @@ struct Stream {
 // Memory by purpose, 64-byte aligned; grows when asked for more and is kept. One caller at a time.
 class Workspace {
  public:
-  enum Slot { normed, qkv, attended, added, total, entering, picked, slots_n };
+  enum Slot { normed, qkv, attended, added, total, entering, picked, of_drafts, slots_n };
   // A second request for a slot invalidates the first. Throws std::bad_alloc.
   float* take(Slot slot, int64_t floats);
 
@@ -113,30 +113,5 @@ struct Captures {
 // pages[i] belongs to layer i; x and out are [rows, hidden].
 void run_stack(Team& team, Workspace& space, const Stack& stack, const BlockStep& step,
                const KvPages* pages, const Captures& captures, const float* x, float* out);
-
-// The layer of a draft head (EAGLE, EAGLE-3) and the head behind it. With norms its attention takes
-// embedding and hidden row side by side, each normed; without, hidden rows as they come.
-struct DraftLayer {
-  const float* norm_embedding;  // [hidden], or null: neither is normed
-  const float* norm_hidden;
-  AttentionBlock attention;  // whose norm is not used
-  MlpBlock mlp;
-  const float* norm;   // [hidden] before the head, or null
-  const Weight* head;  // [draft vocabulary, hidden]
-  float eps;
-};
-
-// Those of a step's rows that go on, and who sees what among them.
-struct Ends {
-  int64_t n;
-  const int64_t* rows;
-  Attention attend;
-};
-
-// embedded and hidden: [rows, hidden]. KV is written of all rows; out [n, hidden] and logits
-// [n, draft vocabulary] are of `ends`, or of all rows where that is null.
-void draft_layer(Team& team, Workspace& space, const DraftLayer& layer, const BlockStep& step,
-                 const KvPages& pages, const float* embedded, const float* hidden, const Ends* ends,
-                 float* out, float* logits);
 
 }  // namespace aserve
