@@ -103,6 +103,8 @@ def cost(answer: Answer) -> str:
     if answer.usage is None:
         return made
     usage = answer.usage
+    if usage.target_steps < usage.completion_tokens:  # drafts were accepted
+        made += f", in {usage.target_steps} steps"
     return f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {made}"
 
 

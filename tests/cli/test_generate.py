@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from aserve.cli.answer import Answer
+from aserve.cli.chat import cost
+from aserve.core.request import Usage
+
 pytestmark = pytest.mark.slow
 
 SMALL = ("--cache.kv_mib_max", "16", "--compute.threads", "1")
@@ -173,3 +177,12 @@ def test_a_message_longer_than_the_context_is_refused_and_the_next_answered(
 def test_smollm2_knows_where_paris_is(smollm2_path: pathlib.Path) -> None:
     answer = generate(smollm2_path, "--prompt", "The capital of France is", "--max-tokens", "8")
     assert "Paris" in str(answer["text"])
+
+
+def test_the_cost_of_an_answer_tells_of_steps_that_drafts_saved() -> None:
+    answer = Answer()
+    answer.token_ids = [1, 2, 3]
+    answer.finish_reason = "stop"
+    for steps, told in ((3, "ended by stop"), (2, "ended by stop, in 2 steps")):
+        answer.usage = Usage(5, 3, 0, steps)
+        assert cost(answer).endswith(told)
