@@ -56,19 +56,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def untrained_head(method: Method, model: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+def untrained_head(
+    method: Method, model: pathlib.Path, folder: pathlib.Path, draft_vocab: int = DRAFT_VOCAB
+) -> pathlib.Path:
     """The head that training begins with: it foresees little, and real text takes it."""
     with open_checkpoint(model) as (config, source):
         target = spec_of(config, source, torch.bfloat16)
         norm_H = source.read("model.norm.weight", (slice(0, target.hidden),), torch.float32)
-        shape = (slice(0, DRAFT_VOCAB), slice(0, target.hidden))
+        shape = (slice(0, draft_vocab), slice(0, target.hidden))
         ends = Ends(norm_H, source.read(TABLE, shape, torch.float32), last_layer(source, target))
-        n_drafted = target.vocab if method == "eagle" else DRAFT_VOCAB
+        n_drafted = target.vocab if method == "eagle" else draft_vocab
         made = head_config(target, method, n_drafted, target.inner)
         spec = spec_for(made, target, method)
         weights = first_weights(spec, ends, torch.Generator().manual_seed(0))
     folder.mkdir(parents=True)
-    save_head(folder, made, weights, None if method == "eagle" else torch.arange(DRAFT_VOCAB))
+    save_head(folder, made, weights, None if method == "eagle" else torch.arange(draft_vocab))
     return folder
 
 
