@@ -11,6 +11,7 @@ from aserve.core.message import Drafting
 
 LEVEL = 0.35  # accepted tokens by log2(1 + tokens) of a draft: of a fair drafter, until measured
 LEVEL_LEAST = 0.02  # below it nothing can be said of sizes
+FORM_CHANGE_MAX = 2.5  # by so much sizes differ from what the logarithm says at most
 FLOOR_ROWS = 24.0  # a step of no row takes as long as so many rows add to it: until measured
 FLOOR_ROWS_MAX = 1000.0
 FLOOR_DRAWS = 16  # the same of making a level of drafts
@@ -26,14 +27,14 @@ class Mean:
 
     __slots__ = ("_span", "n", "value")
 
-    def __init__(self, span: int, value: float = 0.0, n: int = 0) -> None:
+    def __init__(self, span: int, value: float = 0.0, n: float = 0) -> None:
         self._span = span
         self.value = value
         self.n = n
 
-    def add(self, sample: float) -> None:
-        self.n = min(self.n + 1, self._span)
-        self.value += (sample - self.value) / self.n
+    def add(self, sample: float, weight: float = 1) -> None:
+        self.n = min(self.n + weight, self._span)
+        self.value += (sample - self.value) * weight / self.n
 
     def add_time(self, micros: float) -> None:
         """What else the machine did is not the step's: outliers are cut."""
@@ -52,26 +53,33 @@ class Yield:
     def __init__(self, sizes: Sequence[Drafting]) -> None:
         self._sizes = sizes
         self._level = Mean(24, LEVEL, 4)
-        self._form = [Mean(96, log2(1 + size.tokens), 8) for size in sizes]
-        self._fill = Mean(24, 1.0, 2)  # of what is asked for, how much is drafted
+        self._form = [Mean(64, log2(1 + size.tokens), 8) for size in sizes]
+        self._drafted = [Mean(24, size.tokens, 2) for size in sizes]
 
     def accepted(self, at: int) -> float:
-        return min(self._level.value * self._form[at].value, self._sizes[at].depth)
+        """At least as many as of any smaller draft."""
+        forms = [form.value for form in self._form[: at + 1]]
+        return min(self._level.value * max(forms), self._sizes[at].depth)
 
     def drafted(self, at: int) -> float:
-        return self._fill.value * self._sizes[at].tokens
+        return self._drafted[at].value
 
     def add(self, at: int, n_drafted: int, n_accepted: int) -> None:
         """Of a draft of a size that was asked for."""
         size, level = self._sizes[at], self._level.value
-        self._fill.add(n_drafted / size.tokens)
+        for other, drafted in zip(self._sizes, self._drafted, strict=True):
+            # Who made less than was asked for had no more; else it would have made any number.
+            n_most = n_drafted if n_drafted < size.tokens else other.tokens
+            drafted.add(min(n_most, other.tokens))
         self._level.add(n_accepted / self._form[at].value)
-        if level < LEVEL_LEAST:
+        if level < LEVEL_LEAST or not n_drafted:
             return
         for told in range(1, at + 1) if size.topk == 1 else (at,):
-            form = self._form[told]
-            form.add(min(n_accepted, self._sizes[told].depth) / level)
-            form.value = max(form.value, 0.1)
+            form, log = self._form[told], log2(1 + self._sizes[told].tokens)
+            # While next to nothing is accepted, that is the level's doing and says little of sizes.
+            weight = min(1.0, level / LEVEL) ** 2
+            form.add(min(n_accepted, self._sizes[told].depth) / level, weight)
+            form.value = min(max(form.value, log / FORM_CHANGE_MAX), log * FORM_CHANGE_MAX)
 
     def words(self) -> str:
         expected = [

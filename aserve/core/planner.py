@@ -375,6 +375,7 @@ class Planner:
             yielding=tuple([len(group.yielding) for group in groups]),
             pages=tuple([ledger(group) for group in groups]),
             chunks=self.sizer.words(),
+            draft_sizes=self._draft_sizer.words(),
             drafts=self._acceptance.statistics(),
         )
 

@@ -70,4 +70,5 @@ class PlannerState(msgspec.Struct, frozen=True):
     yielding: tuple[int, ...]  # to be retracted then
     pages: tuple[PageLedger, ...]
     chunks: str  # how prompt chunks are sized, in words
+    draft_sizes: str  # and drafts
     drafts: DraftStatistics = DraftStatistics()

@@ -91,6 +91,7 @@ class Deployment:
         draft_max: int = 0,
         whims: Random | None = None,
         bigrams: bool = False,
+        adaptive: bool = False,
         **schedule: int | bool,
     ) -> None:
         layout = layout or Layout(dp=groups, tp=groups, pp=in_flight_max)
@@ -103,7 +104,7 @@ class Deployment:
         )
         self.in_flight_max = depth_of(layout, self.schedule).in_flight_max
         drafting = NO_DRAFTING if not draft_max else Drafting(draft_max, draft_max, draft_max)
-        self.speculation = Speculation(drafting, bigrams=bigrams)
+        self.speculation = Speculation(drafting, adaptive, bigrams)
         self.grid = Grid(layout)
         self.planner = Planner(
             self.schedule,

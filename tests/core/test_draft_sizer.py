@@ -113,7 +113,7 @@ PLAIN = {"level_micros": 1500, "wait_micros": 1000}
 def test_where_nothing_is_accepted_next_to_nothing_is_lost(most: Drafting, n_draws: int) -> None:
     found, best, none = speeds(400, most=most, n_draws=n_draws, chance=0.0, **PLAIN)
     assert best == none
-    assert found > 0.98 * none
+    assert found > 0.97 * none
 
 
 def test_where_rows_are_dear_drafts_are_turned_down_however_good() -> None:

@@ -344,6 +344,38 @@ def test_aborts_and_retractions_drop_the_draft(layout: Layout) -> None:
     deployment.check_idle()
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, tp=2)])
+def test_drafts_that_are_right_grow_and_those_that_are_not_cease(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(first: int) -> list[int]:
+        """Of steps of two long texts, after those in which everything is new."""
+        for seq in (first, first + 1):
+            deployment.ask(seq, prompt(seq, 5), max_tokens=150)
+        n_before = len(deployment.plans)
+        deployment.pump()
+        return [plan.drafting.tokens for plan in deployment.plans[n_before + 20 :]]
+
+    deployment = Deployment(
+        draft_max=7, adaptive=True, pages_total=200, layout=layout, overlap=1, step_tokens=128
+    )
+    deployment.micros = lambda plan: (
+        1000 + 40 * sum([len(rows.tokens) for batch in plan.batches for rows in batch.rows])
+    )
+    monkeypatch.setattr(world, "drafted", lambda seed, tokens, n_max: Draft((39,), (-1,)))
+    sizes = asked(0)
+    assert sizes.count(0) > 0.7 * len(sizes)
+    lagging = [rows.is_lagging for plan in deployment.plans for rows in plan.batches[0].rows]
+    assert any(lagging)
+    monkeypatch.setattr(world, "drafted", chain)
+    asked(2)
+    sizes = asked(4)
+    assert sorted(sizes)[len(sizes) // 2] >= 2
+    assert "7" in deployment.planner.state().draft_sizes
+    deployment.check_texts()
+    deployment.check_idle()
+
+
 def test_a_draft_larger_than_asked_for_is_a_desync(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = Deployment(draft_max=2)
     monkeypatch.setattr(
