@@ -152,9 +152,9 @@ class Group:
         assert node is not None, sequence.seq
         start, end, size = sequence.cached_pages, 0, self.page_size
         if self.prefix_cache and not sequence.spoiled:
-            # With bigrams the token after the last page must be known.
-            known_len = len(sequence.tokens) - self.bigrams
-            end = min(sequence.computed_len, known_len) // size
+            end = sequence.computed_len // size
+            if self.bigrams:  # the token after the last page must be known
+                end = min(end, (len(sequence.tokens) - 1) // size)
         surplus = sequence.pages[max(start, end) :]
         if end > start:
             tokens = sequence.tokens[start * size : end * size + self.bigrams]
