@@ -62,9 +62,11 @@ class Pairs:
             parts = [torch.from_numpy(part.numpy()[taken]) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
-    def ends(self, wanted: Sequence[int]) -> Ends:
-        """The last rows of these sequences."""
+    def ends(self, wanted: Sequence[int]) -> Ends | None:
+        """The last rows of these sequences; None: they are all rows."""
         attend = self.attend
+        if len(wanted) == self._starts[-1]:
+            return None
         rows = np.array([self._starts[n + 1] - 1 for n in wanted], dtype=np.int64)
         counts = np.zeros(len(self.kv_len_N) + 1, dtype=np.int32)
         counts[1:][list(wanted)] = 1

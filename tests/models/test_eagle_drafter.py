@@ -2,6 +2,8 @@
 
 import pathlib
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from aserve.models.eagle_spec import DraftHead
 from aserve.models.registry import load_model
 from aserve.runner.eagle_drafter import EagleModel, features_of
 from aserve.runner.kv_store import KvStore
+from aserve.tensor.blocks import DraftRoots
 from aserve.tensor.ops import open_ops
+from aserve.tensor.tree import Noise
 from aserve.training.acceptance import Measured, TreeShape, measure
 from tests.models import heads
 from tests.models.drafting import Serving, Told
@@ -81,3 +85,42 @@ def test_what_is_accepted_is_what_was_measured_offline(
     for n in (1, 2):
         assert found[n] == measure(head, [pairs[n]], shape)
         assert found[n].per_step > 1
+
+
+Wrong = Callable[[DraftRoots], DraftRoots]
+SIZE = Drafting(3, 2, 5)
+REFUSED: dict[str, tuple[Wrong, Drafting]] = {
+    "more trees than there are pages for": (lambda r: replace(r, first_page=PAGES + 4), SIZE),
+    "page 999 is outside": (lambda r: replace(r, page_table_NP=r.page_table_NP * 0 + 999), SIZE),
+    "longer than its pages": (lambda r: replace(r, lengths_N=r.lengths_N * 0 + 12), SIZE),
+    "larger than its pages": (lambda r: replace(r, pages_each=1), SIZE),
+    "deeper than there are positions": (lambda r: replace(r, lengths_N=r.lengths_N + 1), SIZE),
+    "more children than tokens": (lambda r: r, Drafting(1, 49, 49)),
+    "chooses among fewer": (lambda r: replace(r, noise=NOISE, most=1), SIZE),
+    "rows and logits of others": (lambda r: replace(r, logits_NV=r.logits_NV[:, 1:]), SIZE),
+    "seeds are torch.int32": (
+        lambda r: replace(r, noise=replace(NOISE, seeds_R=NOISE.seeds_R.int()), most=8),
+        SIZE,
+    ),
+}
+NOISE = Noise(torch.zeros(2).long(), torch.zeros(2).int(), torch.ones(2))
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_growth_that_reaches_outside_is_refused(words: str, tmp_path: pathlib.Path) -> None:
+    most = Drafting(3, 4, 9)
+    head, _ = served(Oracle("eagle3"), tmp_path, "native", most)
+    assert head.fused is not None
+    model = EagleModel(head, open_ops("native", 1), most, 2, 4)
+    kv = KvStore(model.regions(), 4, PAGES + model.pages_beside)
+    tables, lengths = torch.arange(6).int().view(2, 3), torch.tensor([9, 3]).int()
+    rows, logits = torch.randn(2, heads.HIDDEN), torch.randn(2, heads.DRAFT_VOCAB)
+    each = model.pages_beside // 2
+    roots = DraftRoots(rows, logits, tables, lengths, PAGES, each)
+    block, rope = head.fused.block, head.rotary.upto(1)  # type: ignore[attr-defined]
+    rope = replace(rope, cos_sin_PR=rope.cos_sin_PR[:12].clone())
+    whole = block.grow(kv.layers[0], rope, roots, SIZE)
+    assert [part.shape for part in whole] == [(2, 5), (2, 5)]
+    wrong, size = REFUSED[words]
+    with pytest.raises(ValueError, match=words):
+        block.grow(kv.layers[0], rope, wrong(roots), size)
