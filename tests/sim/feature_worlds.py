@@ -66,6 +66,8 @@ def spec_of(on: frozenset[Feature]) -> Spec:
 def setup_of(on: frozenset[Feature]) -> Setup:
     layout = layout_of(on)
     rows = 4 * PAGE_SIZE if Feature.CHUNKS in on else 64
+    if on >= {Feature.CHUNKS, Feature.RETRACTION, Feature.SPECULATION}:
+        rows *= 2  # or who came first is over, thanks to drafts, before the last come in
     if Feature.DYNAMIC in on:
         rows = 128  # chunks are sized by 64 rows at least
     prompt_len = 19 if Feature.CHUNKS in on or Feature.PREFIX in on else 5
@@ -78,6 +80,8 @@ def setup_of(on: frozenset[Feature]) -> Setup:
         pages_total = GROUP_REQUESTS * -(-(prompt_len + 7 * LONG_OUTPUT_LEN // 10) // PAGE_SIZE)
         if Feature.CHUNKS in on:  # those who came first have had some of it when the last come
             pages_total += 3
+            if Feature.SPECULATION in on:  # and all but the last have a page more for their drafts
+                pages_total += GROUP_REQUESTS - 1 + 3 * (Feature.DYNAMIC in on)
         if Feature.PREFIX in on:
             pages_total -= (GROUP_REQUESTS - 1) * SHARED_PAGES
     return Setup(

@@ -1,12 +1,13 @@
 """Seeds by the hundred: no law is broken, and the seeds do meet what they are there for."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from aserve.testing.scenarios import SCENARIOS, Scenario, run_seed, setup_of
 from aserve.testing.story import told
-from aserve.testing.world import Outcome
+from aserve.testing.world import Outcome, World
 
 QUICK_SEEDS = (1, 4, 5, 7, 8, 10, 12, 15, 18, 24, 25, 34)  # each runs for about a tenth of a second
 SEEDS = range(1000, 1200)
@@ -64,6 +65,21 @@ def test_named_scenarios_do_what_their_names_say() -> None:
     assert total("full-queue", "refused") > 0
     assert total("crashes", "restarts") > 4
     assert total("cut-links", "restarts") > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["drafts-of-any-size", "drafts-of-any-size-in-a-pipeline"])
+def test_drafts_are_turned_off_and_on_again_and_rows_lag_between(scenario: str) -> None:
+    world = World(1, setup_of(scenario, 1))
+    assert world.run().broken is None
+    sizes = [plan.drafting.tokens for plan in world.laws.plans]
+    assert 0 in sizes
+    assert len(set(sizes)) > 3
+    switched = [(before > 0) != (after > 0) for before, after in pairwise(sizes)]
+    assert sum(switched) > 10
+    rows = [rows for plan in world.laws.plans for batch in plan.batches for rows in batch.rows]
+    assert any(one.parents for one in rows)
+    assert any(one.is_lagging for one in rows) == (world.setup.layout.pp == 1)
 
 
 def test_every_scenario_has_its_own_name_and_a_reason() -> None:
