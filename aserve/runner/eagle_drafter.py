@@ -16,6 +16,7 @@ from aserve.runner.drafter import Kept
 from aserve.runner.foresight import Foresight, candidates, noise_of
 from aserve.runner.growing import Scratch, grow, pages_below
 from aserve.runner.inputs import PageTables
+from aserve.runner.later import Later
 from aserve.runner.pairs import Pairs
 from aserve.tensor.blocks import DraftRoots
 from aserve.tensor.ops import Attend, KvLayer, Ops
@@ -71,29 +72,44 @@ class EagleDrafter:
         self._accept: Accept = accept
         self._head, self._trees, self._layers, self._scratch = head, trees, kv, scratch
         self._tables = PageTables(scratch.page_size)
+        self._later = Later()
         self._features = features_of(head.spec)
         drafted_V = torch.arange(head.spec.draft_vocab)
         ids_V = head.token_ids(drafted_V)
         self._ids_V = None if torch.equal(ids_V, drafted_V) else ids_V.to(torch.int32)
 
     def drop(self, seq: int) -> None:
+        if seq in self._later.seqs:  # its pages may stay in the cache
+            self._extend(*self._later.take(), [])
+        self._later.forget(seq)
         self._tables.drop(seq)
 
     def draft(
         self, kept: Sequence[Kept], features: Mapping[str, Tensor], drafting: Drafting
     ) -> list[Draft]:
         drafts = [NO_DRAFT] * len(kept)
-        if not kept:
+        parts = [features[name] for name in self._features]
+        if not kept or self._later.put(kept, parts, drafting):
             return drafts
+        n_later = len(self._later.kept)
+        whole, parts = self._later.taken_with(kept, parts)
         wanted = [n for n, one in enumerate(kept) if one.is_drawn] if drafting.tokens else []
-        pairs, head = Pairs(kept, self._tables), self._head
-        hidden_TH = head.start(pairs.of_rows([features[name] for name in self._features]))
-        ends = head.draft(pairs.next_T, hidden_TH, self._layers, pairs.attend, pairs.ends(wanted))
+        places = [n_later + n for n in wanted]
+        pairs, ends = self._extend(whole, parts, places)
         if wanted:
-            grown = self._grow([kept[n] for n in wanted], pairs, wanted, ends, drafting)
+            grown = self._grow([kept[n] for n in wanted], pairs, places, ends, drafting)
             for n, draft in zip(wanted, grown, strict=True):
                 drafts[n] = draft
         return drafts
+
+    def _extend(
+        self, kept: Sequence[Kept], parts: Sequence[Tensor], wanted: Sequence[int]
+    ) -> tuple[Pairs, tuple[Tensor, Tensor]]:
+        """KV of all rows that stay; (hidden, logits) behind those of `wanted`."""
+        pairs, head = Pairs(kept, self._tables), self._head
+        hidden_TH = head.start(pairs.of_rows(parts))
+        ends = pairs.ends(wanted)
+        return pairs, head.draft(pairs.next_T, hidden_TH, self._layers, pairs.attend, ends)
 
     def _grow(
         self,
