@@ -15,7 +15,7 @@ from aserve.core.layout import Grid
 from aserve.errors import ConfigError, ModelError
 from aserve.models import fetch
 from aserve.models.regions import Region, stored_as
-from aserve.models.registry import Model, check_layout, load_model, load_spec
+from aserve.models.registry import Model, Types, check_layout, load_model, load_spec
 from aserve.models.spec import ModelSpec
 from aserve.runner.drafter import DraftModel
 from aserve.runner.drafting import Target, check_drafts, open_draft_model
@@ -165,20 +165,20 @@ def load_rank(
 
     world = Grid(config.layout).world
     ops = open_ops(config.compute.kernels, share.threads, config.compute.fused)
+    types: Types = {"dtype": config.model.dtype, "weights": config.model.weights}
     model = load_model(
         path,
-        dtype=config.model.dtype,
-        weights=config.model.weights,
         ops=ops,
         progress=step,
         layout=config.layout,
         rank=share.rank,
+        **types,
     )
     sampler = open_sampler(config.compute.kernels, getattr(ops, "team", None))
     tokens_max = config.schedule.running_max * (context_len + config.cache.page_size)
     cache = _fair_share(config.cache, share.n_local)
     regions = stored_as(model.regions(), cache.kv_dtype)
-    target = Target(model, path, cache.page_size, config.schedule.running_max)
+    target = Target(model, path, types, cache.page_size, config.schedule.running_max)
     draft = open_draft_model(config.spec, target, step)
     beside = () if draft is None else draft.regions()
     pages = pages_for((*regions, *beside), cache, tokens_max=tokens_max)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -14,7 +14,7 @@ from aserve.models.eagle import EagleHead
 from aserve.models.eagle3 import Eagle3Head
 from aserve.models.eagle_spec import DraftHead, HeadSpec, Shared, checked_map, read_spec
 from aserve.models.fetch import Progress
-from aserve.models.registry import open_checkpoint, spec_of
+from aserve.models.registry import Types, numbers_of, open_checkpoint, spec_of, types_of
 from aserve.models.spec import ModelSpec, read_json
 from aserve.models.split import WHOLE
 from aserve.models.weights.forms import Conversion
@@ -100,14 +100,15 @@ def shared_with(model: Model) -> Shared:
     return Shared(spec, model.head if spec.tied else model.table, model.head)
 
 
-def read_shared(path: str | os.PathLike[str], ops: Ops, dtype: torch.dtype | None = None) -> Shared:
-    """From the target's checkpoint, for a rank that holds only a part of it. In blocks if the
-    checkpoint is. Raises ModelError."""
+def read_shared(path: str | os.PathLike[str], ops: Ops, **types: Unpack[Types]) -> Shared:
+    """From the target's checkpoint, for a rank that holds only a part of it: what `shared_with`
+    gives of one that was loaded with these types. Raises ModelError."""
+    dtype, weights = types_of(types)
     with open_checkpoint(pathlib.Path(path)) as (config, source):
         spec = spec_of(config, source, dtype or auto_dtype(source))
         checklist = Checklist()
         Tables(checklist, spec.tied, spec.vocab, spec.hidden)
-        reader = Reader(source, ops, spec.dtype, ONE_RANK, 0, "keep")
+        reader = Reader(source, ops, numbers_of(spec, weights), ONE_RANK, 0, weights)
         with reader.reading_ahead(checklist, THREADS, None):
             tables = Tables(reader, spec.tied, spec.vocab, spec.hidden)
     return Shared(spec, tables.table, tables.head)

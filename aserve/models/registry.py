@@ -91,7 +91,7 @@ def load_model(
     `rank` of `layout` gets its share. Raises ModelError with every missing, surplus and misshapen
     tensor, ConfigError where the model cannot be split so, or for an unknown type.
     """
-    dtype, weights = _types(types)
+    dtype, weights = types_of(types)
     grid = Grid(layout)
     with open_checkpoint(pathlib.Path(path)) as (config, source):
         spec = spec_of(config, source, dtype or auto_dtype(source))
@@ -102,8 +102,7 @@ def load_model(
         Model(spec, whole, ops, mlp_of, Grid(ONE_RANK), 0)
         whole.check(source)
         Model(spec, part, ops, mlp_of, grid, rank)
-        numbers = torch.bfloat16 if weights == "bf16" else spec.dtype
-        reader = Reader(source, ops, numbers, layout, rank, weights)
+        reader = Reader(source, ops, numbers_of(spec, weights), layout, rank, weights)
         threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         with reader.reading_ahead(part, threads, progress):
             model = Model(spec, reader, ops, mlp_of, grid, rank)
@@ -113,7 +112,12 @@ def load_model(
     return model
 
 
-def _types(types: Types) -> tuple[torch.dtype | None, Conversion | None]:
+def numbers_of(spec: ModelSpec, weights: Conversion | None) -> torch.dtype:
+    """Of matrices that are not in blocks."""
+    return torch.bfloat16 if weights == "bf16" else spec.dtype
+
+
+def types_of(types: Types) -> tuple[torch.dtype | None, Conversion | None]:
     """(dtype, None for the checkpoint's own; what becomes of matrices, None for no blocks)."""
     weights, dtype = types.get("weights", "keep"), types.get("dtype", "auto")
     for name, value, known in (("weights", weights, CONVERSIONS), ("dtype", dtype, DTYPES)):

@@ -9,7 +9,7 @@ from aserve.errors import ConfigError
 from aserve.models.eagle_loading import load_head, read_shared, shared_with
 from aserve.models.eagle_spec import Method
 from aserve.models.fetch import Progress, resolve
-from aserve.models.registry import Model, load_model
+from aserve.models.registry import Model, Types, load_model
 from aserve.models.shipped import find_head
 from aserve.models.spec import ModelSpec
 from aserve.runner.drafter import DraftModel
@@ -20,11 +20,12 @@ from aserve.text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
-    """What is drafted for: a rank's share of it, where its checkpoint is, the size of a page, and
-    how many sequences of a group may run at once."""
+    """What is drafted for: a rank's share of it, where its checkpoint is and as which types it was
+    read, the size of a page, and how many sequences of a group may run at once."""
 
     model: Model
     path: str
+    types: Types
     page_size: int
     sequences_max: int
 
@@ -41,7 +42,7 @@ def _eagle(spec: Spec, target: Target, progress: Progress) -> DraftModel:
     folder, _ = find_head(cast(Method, spec.method), spec.path, model.spec)
     is_whole = model.is_first and model.is_last and len(model.vocab_held) == model.spec.vocab
     ops = model.ops
-    shared = shared_with(model) if is_whole else read_shared(target.path, ops, model.spec.dtype)
+    shared = shared_with(model) if is_whole else read_shared(target.path, ops, **target.types)
     # Half the bytes of bfloat16 to read for each level, and next to nothing of what it foresees.
     head = load_head(folder, shared, ops, progress, "int8")
     most = speculation_of(spec).most

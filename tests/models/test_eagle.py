@@ -11,7 +11,7 @@ from torch import Tensor
 from aserve.models.decoder import Ends
 from aserve.models.eagle_loading import load_head, read_shared, shared_with
 from aserve.models.eagle_spec import DraftHead, Shared
-from aserve.models.registry import load_model
+from aserve.models.registry import Types, load_model
 from aserve.runner.kv_store import KvStore
 from aserve.tensor.ops import Attend, Ops, open_ops, paths_of, tree_of
 from tests.models import heads
@@ -195,3 +195,28 @@ def test_the_heads_kv_is_a_region_of_its_own(
     assert (region.name, region.layers, region.axes) == ("draft_kv", (0, 1), ())
     assert (region.heads, region.head_dim) == (heads.KV_HEADS, heads.DIM)
     assert head.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        {},
+        {"weights": "int8"},
+        {"weights": "q4"},
+        {"dtype": "float32"},
+        {"weights": "bf16", "dtype": "float32"},
+    ],
+    ids=lambda types: "-".join(types.values()) or "as they are",
+)
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_ends_that_are_read_alone_are_those_of_the_loaded_target(
+    name: str, types: Types, ops: Ops
+) -> None:
+    """Else heads would foresee more in one layout than in another."""
+    path, _ = saved(name)
+    alone = read_shared(path, ops, **types)
+    whole = shared_with(load_model(path, ops=ops, **types))
+    ids = torch.tensor(prompt(6))
+    hidden = torch.randn(6, heads.HIDDEN, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ops.embed(alone.table, ids), ops.embed(whole.table, ids))
+    assert torch.equal(ops.linear(hidden, alone.head), ops.linear(hidden, whole.head))
