@@ -90,7 +90,8 @@ class Meters:
         self._waited_micros = [0] * world
 
     def plan(self, plan: StepPlan) -> None:
-        self.drafting = plan.drafting
+        if any(rows.sample for batch in plan.batches for rows in batch.rows):
+            self.drafting = plan.drafting  # chunks of prompts end with no drafts, whatever is asked
 
     def report(self, report: StepReport) -> None:
         self._steps[report.rank] = report.step

@@ -79,7 +79,7 @@ class Spec(Struct, frozen=True):
     it does not, so that each token is accepted as often as the model would have it.
     """
 
-    method: Literal["none", "ngram", "draft", "eagle", "eagle3", "mtp"] = "none"
+    method: Literal["none", "ngram", "draft", "eagle", "eagle3"] = "none"
     path: str | None = None
     depth: int | None = None  # levels below the last known token
     topk: int | None = None  # children of a node; 1 is a chain

@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         Feature.SPECULATION,
         Feature.SEED,
         why="a drafted token stands if it is the one that would be drawn: the same text, in fewer "
-        "steps (spec.accept noise; rejection keeps its distribution)",
+        "steps",
     ),
     imply(
         Feature.SPECULATION,

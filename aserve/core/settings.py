@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from aserve.core.config import Config
+from aserve.core.config import Config, Spec
 from aserve.errors import ConfigError
 
 SECONDS_MAX = 86400.0
@@ -253,4 +253,17 @@ def _range_findings(config: Config) -> list[str]:
         )
     if kv_tokens is not None and 1 <= kv_tokens < page_size:
         found.append(f"cache.kv_tokens is {kv_tokens}, it must hold a page of {page_size}")
-    return found
+    return found + _spec_findings(config.spec)
+
+
+def _spec_findings(spec: Spec) -> list[str]:
+    """What is set in vain: whoever forgets the method would get no drafts and no word of it."""
+    given = [
+        name for name in ("path", "depth", "topk", "tokens") if getattr(spec, name) is not None
+    ]
+    if spec.method == "none" and given:
+        names = ", ".join(f"spec.{name}" for name in given)
+        return [f"{names} without spec.method: say who drafts"]
+    if spec.method == "ngram" and spec.path is not None:
+        return ["spec.path with spec.method ngram: n-gram drafts need no weights"]
+    return []

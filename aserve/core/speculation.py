@@ -14,10 +14,9 @@ OWN: dict[str, Drafting] = {
     "draft": Drafting(depth=4, topk=1, tokens=4),
     "eagle": Drafting(depth=6, topk=4, tokens=15),  # with its root 16 rows: a tile's
     "eagle3": Drafting(depth=6, topk=4, tokens=15),
-    "mtp": Drafting(depth=3, topk=1, tokens=3),
 }
 # Their KV of a token depends on the token after it.
-BIGRAM_METHODS = ("eagle", "eagle3", "mtp")
+BIGRAM_METHODS = ("eagle", "eagle3")
 
 
 class Speculation(NamedTuple):

@@ -19,7 +19,7 @@ def test_every_axis_starts_alone(axis: str, numerics: str) -> None:
     assert explain(Config(layout=layout, schedule=Schedule(overlap=1))) == ()
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle", "eagle3"])
 def test_every_way_of_drafting_starts_under_all_axes(method: str) -> None:
     layout = Layout(tp=8, pp=2, dp=2, cp=2, ep=2, moe_dp=2)
     assert explain(Config(layout=layout, spec=Spec(method))) == ()

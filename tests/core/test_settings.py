@@ -137,3 +137,18 @@ def test_describe_tells_choices_and_types() -> None:
     assert by_key["compute.kernels"].choices == ("native", "reference")
     assert by_key["cache.kv_tokens"].type == "int | none"
     assert by_key["schedule.step_tokens"].default == Config().schedule.step_tokens
+
+
+@pytest.mark.parametrize(
+    ("set_", "words"),
+    [
+        ({"spec.depth": "3", "spec.path": "head"}, "spec.path, spec.depth without spec.method"),
+        ({"spec.method": "ngram", "spec.path": "head"}, "n-gram drafts need no weights"),
+        ({"spec.method": "mtp"}, "spec.method must be one of none, ngram, draft, eagle, eagle3"),
+    ],
+)
+def test_what_would_draft_nothing_is_a_finding(set_: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge(Config(), {}, set_)
+    (found,) = caught.value.findings
+    assert words in found

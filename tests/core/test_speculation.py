@@ -37,7 +37,7 @@ def test_the_configuration_goes_before_the_method(asked: dict[str, int], most: D
 
 def test_who_keeps_kv_of_pairs_has_pairs_for_keys() -> None:
     pairs = [method for method in OWN if speculation_of(Spec(method)).bigrams]
-    assert pairs == ["eagle", "eagle3", "mtp"]
+    assert pairs == ["eagle", "eagle3"]
     assert not speculation_of(Spec("draft", adaptive=False)).adaptive
 
 
