@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from aserve.core.message import Admit, Batch, Commit, Rows, Sampling, StepPlan
+from aserve.core.message import Admit, Batch, Commit, Drafting, Rows, Sampling, StepPlan
 from aserve.core.replica import Replica, RowsView
 from aserve.core.tree import Draft, row_parents
 from aserve.tensor.reference import ReferenceOps
@@ -21,7 +21,7 @@ def test_kv_of_paths_moves_as_plans_say(trees: Trees, page_size: int) -> None:
     for start in sorted({0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size - 1}):
         layers, wanted = kv_layers(page_size, 60), kv_layers(page_size, 60)
         # The right path winds between decoys, so it is seldom the first rows.
-        one = Draft(*draft(random, [1, 2, 3, 4, 5, 6], 20, 9))
+        one = Draft(*draft(random, [1, 2, 3, 4, 5, 6], Drafting(20, 20, 20), 9))
         replica = Replica(page_size)
         view = planned(replica, start, one, random)
         parents, row_start_M = ints(view.rows.parents), offsets([view.n_rows])

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from aserve.core.message import Drafting
 from aserve.core.tree import is_path, malformed, row_parents
 from aserve.tensor.ops import paths_of, tree_of
 from aserve.tensor.tree import Drafts, Pool, Top, Trees, open_trees
@@ -111,7 +112,7 @@ def test_levels_grow_as_the_twins_do(native: NativeTrees, trees_n: int, k: int, 
         assert_same(drafts, TWIN.select(twin, budgets))
         for one, wanted in zip(drafts.each(), budgets, strict=True):
             assert len(one.tokens) == min(wanted, mine.count)
-            assert malformed(one, wanted) is None
+            assert malformed(one, Drafting(depth, k, wanted)) is None
 
 
 def test_a_beam_may_be_narrower_or_wider_than_its_children(native: NativeTrees) -> None:
@@ -176,7 +177,7 @@ def test_scores_without_a_number_give_a_tree_all_the_same(trees: Trees) -> None:
     ]
     drafts = trees.select(grown(trees, levels), [5, 21])
     for one, size in zip(drafts.each(), (5, 21), strict=True):
-        assert malformed(one, size) is None
+        assert malformed(one, Drafting(3, 3, size)) is None
         assert len(one.tokens) == size
     assert drafts.each()[0].parents == (-1, -1, -1, 0, 0)
 
@@ -200,7 +201,7 @@ def test_any_pool_gives_a_tree_whose_nodes_are_the_twins(
     drafts = native.select(pool, budgets)
     assert_same(drafts, TWIN.select(pool, budgets))
     for one, budget in zip(drafts.each(), budgets, strict=True):
-        assert malformed(one, budget) is None
+        assert malformed(one, Drafting(pool.count, pool.count, budget)) is None
         assert len(one.tokens) == min(budget, pool.count)
 
 
