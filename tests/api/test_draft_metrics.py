@@ -13,11 +13,12 @@ from aserve import cli
 from aserve.actors.metrics import Meters
 from aserve.api.metrics import drafts_told
 from aserve.core.acceptance import DraftStatistics
-from aserve.core.message import Drafting, StepPlan
+from aserve.core.message import Batch, Drafting, Rows, StepPlan
 from aserve.core.status import PlannerStatistics
 from tests.api.serving import config_of, running
 
-PLAN = StepPlan(0, 0, (), (), (), (), (), (), Drafting(3, 2, 6))
+CHUNK, DRAWN = (Batch((Rows(0, 0, (5,), (), sample, ()),)) for sample in (False, True))
+PLAN = StepPlan(0, 0, (), (), (), (), (DRAWN,), (), Drafting(3, 2, 6))
 
 
 def told(drafts: DraftStatistics, meters: Meters) -> dict[tuple[str, str], float]:
@@ -67,6 +68,8 @@ def test_without_drafts_all_is_zero_but_the_steps() -> None:
 def test_statistics_say_what_the_last_plan_asks_for() -> None:
     meters = Meters(1)
     meters.plan(PLAN)
+    meters.plan(msgspec.structs.replace(PLAN, drafting=Drafting(), batches=(CHUNK,)))
+    assert meters.drafting == PLAN.drafting, "a chunk of a prompt has no draft"
     meters.plan(msgspec.structs.replace(PLAN, drafting=Drafting()))
     assert meters.drafting == Drafting()
 
