@@ -12,6 +12,18 @@ from aserve.core.request import SamplingParams, StructuredOutput
 
 TEXT = "Once upon a time the dog said that it would not mind, and the fox jumped over it. " * 4
 
+# Of the tiny model, which has two KV heads.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {"layout__tp": 2},
+    "pp 2": {"layout__pp": 2},
+    "pp 2, overlap": {"layout__pp": 2, "schedule__overlap": 1},
+    "dp 2": {"layout__tp": 2, "layout__dp": 2},
+    "cp 2": {"layout__tp": 2, "layout__cp": 2},
+    "cp 2 zigzag": {"layout__tp": 2, "layout__cp": 2, "layout__cp_split": "zigzag"},
+    "pp 2, tp 2": {"layout__pp": 2, "layout__tp": 2},
+    "pp 2, dp 2": {"layout__pp": 2, "layout__tp": 2, "layout__dp": 2},
+}
+
 
 def asked(**more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 24, "logprobs": 2, "ignore_eos": True} | more)

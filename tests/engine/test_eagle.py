@@ -21,7 +21,7 @@ from aserve.runner.drafting import Target
 from aserve.tensor.ops import KvLayer
 from tests.models import heads
 
-from .answers import TEXT, asked, check_same, finish_all, finish_each
+from .answers import LAYOUTS, TEXT, asked, check_same, finish_all, finish_each
 from .conftest import OpenEngine
 
 VOCAB = 384  # of the tiny model
@@ -131,13 +131,7 @@ async def test_a_head_changes_no_text(
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "tp 2": {"layout__tp": 2},
-    "pp 2": {"layout__pp": 2},
-    "dp 2": {"layout__tp": 2, "layout__dp": 2},
-    "cp 2": {"layout__tp": 2, "layout__cp": 2},
-    "cp 2 zigzag": {"layout__tp": 2, "layout__cp": 2, "layout__cp_split": "zigzag"},
-    "pp 2, tp 2": {"layout__pp": 2, "layout__tp": 2},
-    "pp 2, dp 2": {"layout__pp": 2, "layout__tp": 2, "layout__dp": 2},
+    **LAYOUTS,
     "chunks": {"schedule__step_tokens": 16},
     "chunks of any length": {"schedule__step_tokens": 37, "cache__page_size": 4},
     "pages of one token": {"cache__page_size": 1},

@@ -11,7 +11,7 @@ from aserve.actors.supervision import State
 from aserve.errors import AserveError
 from aserve.runner.runner import Runner, Work
 
-from .answers import REQUESTS, check_same, finish_all
+from .answers import LAYOUTS, REQUESTS, check_same, finish_all
 from .conftest import OpenEngine, wait_answered
 
 SETTINGS = {"schedule__step_tokens": 48, "cache__page_size": 8}
@@ -20,18 +20,6 @@ SETTINGS = {"schedule__step_tokens": 48, "cache__page_size": 8}
 @pytest.fixture(scope="module")
 def alone() -> list[Completion]:
     return []
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp 2": {"layout__tp": 2},
-    "pp 2": {"layout__pp": 2},
-    "pp 2, overlap": {"layout__pp": 2, "schedule__overlap": 1},
-    "dp 2": {"layout__tp": 2, "layout__dp": 2},
-    "cp 2": {"layout__tp": 2, "layout__cp": 2},
-    "cp 2 zigzag": {"layout__tp": 2, "layout__cp": 2, "layout__cp_split": "zigzag"},
-    "pp 2, tp 2": {"layout__pp": 2, "layout__tp": 2},
-    "pp 2, dp 2": {"layout__pp": 2, "layout__tp": 2, "layout__dp": 2},
-}
 
 
 @pytest.mark.slow

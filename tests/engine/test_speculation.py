@@ -21,7 +21,7 @@ from aserve.runner.runner import Runner, Work
 from aserve.tensor.ops import KvLayer
 from aserve.testing.drafts import draft
 
-from .answers import REQUESTS, TEXT, asked, check_same, finish, finish_all, finish_each
+from .answers import LAYOUTS, REQUESTS, TEXT, asked, check_same, finish, finish_all, finish_each
 from .conftest import OpenEngine, wait_answered
 
 Key = tuple[tuple[int, ...], int]  # a prompt, and the seed of its answer
@@ -133,18 +133,6 @@ async def test_drafts_change_no_text(
     assert len(drafts.accepted_lens) == SHAPES[shape]["spec__depth"] + 1, "whole drafts were right"
     steps, plain = target_steps(found), target_steps(alone)
     assert all(one < 0.8 * other for one, other in zip(steps, plain, strict=True))
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp 2": {"layout__tp": 2},
-    "pp 2": {"layout__pp": 2},
-    "pp 2, overlap": {"layout__pp": 2, "schedule__overlap": 1},
-    "dp 2": {"layout__tp": 2, "layout__dp": 2},
-    "cp 2": {"layout__tp": 2, "layout__cp": 2},
-    "cp 2 zigzag": {"layout__tp": 2, "layout__cp": 2, "layout__cp_split": "zigzag"},
-    "pp 2, tp 2": {"layout__pp": 2, "layout__tp": 2},
-    "pp 2, dp 2": {"layout__pp": 2, "layout__tp": 2, "layout__dp": 2},
-}
 
 
 @pytest.mark.slow
